@@ -14,6 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.limits import refuse_gradient_hook
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import has_gradient_hook, wrapper_of
+from shardwise.train.between import Between, leave
 from shardwise.train.state import TrainState
 
 
@@ -27,6 +28,7 @@ class Trained:
         self._state, self._placed, named = state, state.placed, state.placed.named_parameters()
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self.between = Between(state.placed)
         rows = state.placed.placements
         self._types = [
             (n, p, getattr(torch, rows[n].dtype.removeprefix("torch."))) for n, p in named.items() if n in rows
@@ -73,6 +75,7 @@ class Trained:
 
         Cost: a look at flags of each parameter, and a microsecond per sharded one.
         """
+        leave()
         if self._state.ema is not None:
             self._state.ema.check_own("stepped")
         if self._placed.reduced is not None and not all(p.requires_grad for p in self.parameters.values()):
