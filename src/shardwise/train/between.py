@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import storage_key
 from shardwise.train.flow import Flow, Held
-from shardwise.train.torch_private import has_modes, is_innermost
+from shardwise.train.torch_private import has_modes, is_innermost, is_operation
 
 Result = TypeVar("Result")
 _LOOKS = 2
@@ -99,7 +99,7 @@ class _Operations(Flow):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every operation comes here."""
-        if not isinstance(func, torch._ops.OpOverload):
+        if not is_operation(func):
             return func(*args, **(kwargs or {}))
         given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
         drawn = {self._made[t] for t in given if t in self._made}

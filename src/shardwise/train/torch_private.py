@@ -137,3 +137,8 @@ def has_modes() -> bool:
 def is_innermost(mode: object) -> bool:
     """Whether it is the one that was entered last."""
     return _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
+
+
+def is_operation(func: object) -> bool:
+    """Whether it is one of aten's kind, with a schema and tags, and not one that takes functions: `torch._ops`."""
+    return isinstance(func, torch._ops.OpOverload)
