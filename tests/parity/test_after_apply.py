@@ -367,3 +367,28 @@ def test_weights_that_are_drawn_after_apply_are_those_of_one_process(world: Worl
 def test_weights_that_are_drawn_after_apply_are_refused_in_a_pipeline(world: World) -> None:
     for said, _ in world(2, drawn_late, "pp2 / mb2"):
         assert said.count("`, which draws weights") == 3, said
+
+
+def retyped(text: str, when: str) -> str:
+    plan = Plan.parse(f"{text} / fp64")
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), plan, mesh, seed=3)
+        rows = torch.ones(2, DIM, dtype=torch.float64)
+        if when == "before":
+            placed.module.float()
+        try:
+            step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda out, x: mean_over((out - x).square()))
+            step(rows)
+            placed.module.float()
+            step(rows)
+        except ModelError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("text", ["dp1", "dp2", "fsdp2"])
+def test_a_type_that_is_changed_after_apply_is_refused(world: World, text: str, when: str) -> None:
+    """It ended in torch's words of two types, or trained in another than the plan's."""
+    for said in world(int(text[-1]), retyped, text, when):
+        assert "module.half(), .float(), .to(dtype)" in said

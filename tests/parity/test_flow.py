@@ -30,9 +30,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, is_small: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) if is_small else Block() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -92,11 +92,33 @@ class Climb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         params = parameters(self)
+        if self.by.startswith("flat"):
+            return self.flat(params)
+        if self.by == "pairs":
+            for first, second in zip(params[::2], params[1::2], strict=True):
+                size = torch.stack([first.grad.norm(), second.grad.norm()]).norm()
+                first.sub_(first.grad / size, alpha=0.1)
+                second.sub_(second.grad / size, alpha=0.1)
+            return None
         norms = [p.grad.norm() for p in params]
         number = sum(float(norm) ** 2 for norm in norms) ** 0.5 if self.by == "numbers" else 0.0
         for p, norm in zip(params, norms, strict=True):
             divisor = {"all": torch.stack(norms).norm(), "each": norm, "numbers": number}[self.by]
             p.sub_(p.grad / divisor, alpha=0.1)
+        return None
+
+    def flat(self, params: list[Any]) -> None:
+        """All gradients as one vector, with a momentum, and of each slice its own norm; or one of the whole."""
+        flat = torch.cat([p.grad.flatten() for p in params])
+        state = self.state[params[0]]
+        momentum = state.setdefault("flat", torch.zeros_like(flat)).mul_(0.9).add_(flat)
+        moved, start = momentum / (momentum.abs() + 1.0), 0
+        if self.by == "flat by all":
+            moved = moved / momentum.norm()
+        for p in params:
+            piece = moved[start : start + p.numel()]
+            start += p.numel()
+            p.sub_((piece / (1 + piece.norm()) if self.by == "flat by each" else piece).view_as(p), alpha=0.1)
 
 
 def stepped(text: str, hook: Hook | None, rule: str = "") -> Any:
@@ -104,7 +126,7 @@ def stepped(text: str, hook: Hook | None, rule: str = "") -> Any:
     plan = sw.Plan.parse(f"{text} / fp64")
     with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        placed = sw.apply(Net, plan, mesh, seed=1, rules=RULES if plan.axes.tp > 1 else None)
+        placed = sw.apply(lambda: Net(rule == "pairs"), plan, mesh, seed=1, rules=RULES if plan.axes.tp > 1 else None)
         optimizer: Any = Climb(placed.parameters(), rule) if rule else sw.sgd(placed, lr=0.1)
         if hook is not None:
             optimizer.torch.register_step_pre_hook(lambda torchs, *_: hook(torchs, mesh))
@@ -167,3 +189,25 @@ def test_a_number_of_each_parameter_is_its_own_under_a_pipeline(world: World) ->
 def test_numbers_that_are_read_off_all_parameters_of_a_stage_are_warned_of(world: World) -> None:
     for _, said in world(2, stepped, "pp2 / 1f1b mb2", None, "numbers"):
         assert len(said) == 1 and "found a number that is read" in said[0]
+
+
+@pytest.mark.parametrize("rule", ["flat", "flat by each"])
+def test_a_rule_that_lays_all_gradients_side_by_side_is_as_in_one_process(world: World, rule: str) -> None:
+    """It was refused, as if each number were of all of a stage."""
+    (alone, _) = world(1, stepped, "dp1", None, rule)[0]
+    for whole, said in world(2, stepped, "pp2 / 1f1b mb2", None, rule):
+        assert not said
+        assert all(torch.allclose(value, alone[name], rtol=1e-10, atol=1e-12) for name, value in whole.items())
+
+
+def test_a_number_of_the_vector_of_all_gradients_is_refused(world: World) -> None:
+    for said in world(2, stepped, "pp2 / 1f1b mb2", None, "flat by all"):
+        assert isinstance(said, str) and "what is made of all parameters of a group" in said
+
+
+def test_two_parameters_that_a_rule_pairs_are_warned_of_where_a_stage_has_no_more(world: World) -> None:
+    """It was refused; whether pairs are meant, or all, a stage with two does not show."""
+    (alone, _) = world(1, stepped, "dp1", None, "pairs")[0]
+    for whole, said in world(2, stepped, "pp2 / 1f1b mb2", None, "pairs"):
+        assert len(said) == 1 and "Two that belong together may be meant" in said[0]
+        assert all(torch.allclose(value, alone[name], rtol=1e-10, atol=1e-12) for name, value in whole.items())

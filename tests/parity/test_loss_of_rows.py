@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.errors import UsageError
 from shardwise.testing import World
 
 ROWS = 12
@@ -203,3 +204,125 @@ def test_what_a_loss_remembers_is_as_without_the_look(world: World, monkeypatch:
     monkeypatch.setattr("shardwise.train.means.unlike_parts", lambda *_: "")
     with_none = followed("dp1 / mb2", kind)
     assert looked == with_none and (kind == "function" or looked[2:] == [4, 4])
+
+
+class Remembering(nn.Module):
+    """Its state is an attribute, or that of an object, a name around a function, or in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Tensor | None = None
+
+    def forward(self, output: Tensor, batch: Pair) -> Tensor:
+        before = torch.zeros_like(output) if self.before is None else self.before
+        self.before = output.detach()
+        if len(before) != len(output):
+            raise ValueError(f"{len(before)} rows before, {len(output)} now")
+        return (output - 0.5 * before).square().mean()
+
+
+class Called:
+    def __init__(self) -> None:
+        self.before: Tensor | None = None
+
+    __call__ = Remembering.forward
+
+
+def remembering() -> Callable[[Tensor, Pair], Tensor]:
+    before: Tensor | None = None
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        nonlocal before
+        kept = torch.zeros_like(output) if before is None or len(before) != len(output) else before
+        before = output.detach()
+        return (output - 0.5 * kept).square().mean()
+
+    return loss_fn
+
+
+def remembering_in_a_dict() -> Callable[[Tensor, Pair], Tensor]:
+    kept: dict[str, Tensor] = {}
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        before = kept.get("before", torch.zeros_like(output))
+        kept["before"] = output.detach()
+        return (output - 0.5 * before.mean(0)).square().mean()
+
+    return loss_fn
+
+
+def writing_down() -> Callable[[Tensor, Pair], Tensor]:
+    """Keeps what it does not read."""
+    kept: list[Tensor] = []
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        kept.append(output.detach())
+        return (output + 0.1 * torch.randn_like(output)).square().mean()
+
+    return loss_fn
+
+
+REMEMBERING: dict[str, Callable[[], Any]] = {
+    "module": Remembering,
+    "object": Called,
+    "function": remembering,
+    "dict": remembering_in_a_dict,
+    "nothing": writing_down,
+}
+
+
+def said_of_memory(text: str, name: str) -> list[str]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(Net, plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), REMEMBERING[name]())
+        x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        mine = slice(mesh.batch.rank, None, mesh.batch.size)
+        for _ in range(2):
+            step((x[mine], torch.arange(ROWS)[mine] % 3))
+    return [str(each.message) for each in caught if "keeps something of one call" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["module", "object", "function", "dict"])
+def test_a_loss_that_keeps_something_of_a_micro_batch_is_remarked(world: World, name: str) -> None:
+    """It had the micro-batch before in place of the batch before, without a word; one that is an object, or a module
+    with a tensor, was left with what the look had put there, and failed in its next call."""
+    assert world(1, said_of_memory, "dp1", name) == [[]]
+    (text,) = world(1, said_of_memory, "dp1 / mb2", name)[0]
+    assert "for 6 rows, and for the same ones" in text and "2 times in a step of `dp1 / mb2 / fp64`" in text
+    assert world(2, said_of_memory, "dp2", name) == [[], []]  # rows of a rank follow those of the same rank
+
+
+def test_a_loss_that_writes_down_what_it_does_not_read_is_not(world: World) -> None:
+    assert world(1, said_of_memory, "dp1 / mb2", "nothing") == [[]]
+
+
+def scaled(text: str, enabled: bool) -> Any:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+
+    def helper(loss: Tensor) -> Any:
+        return scaler.scale(loss)
+
+    def loss_fn(output: Tensor, batch: Pair) -> Any:
+        return helper(output.square().mean())
+
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Net, plan, mesh, seed=1)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.01))
+        losses = sw.Losses(lambda o, b: {"one": sw.Loss(loss_fn(o, b), 1)}, weights={"one": lambda b: 1})
+        for function in (loss_fn, losses):
+            try:
+                sw.make_step(state, function)
+            except UsageError as error:
+                assert enabled and "found the GradScaler scaler" in str(error)
+            else:
+                assert not enabled
+
+
+@pytest.mark.parametrize("text", ["dp1", "dp1 / mb2"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_left_in_a_loss_function_is_refused(world: World, text: str, enabled: bool) -> None:
+    """The loss was reported 65,536 times too large."""
+    world(1, scaled, text, enabled)

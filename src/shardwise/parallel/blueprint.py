@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.findings import nearest
-from shardwise.parallel.history import History, View, seed_for
+from shardwise.parallel.history import History, View, seed_for, unwrapped
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.recording import Recorder, check_module, record_call
 
@@ -239,7 +239,7 @@ def _blueprint(recorder: Recorder, module: nn.Module, base: Blueprint) -> Bluepr
         count = 0
         for index in recorder.history.closure(view.storage):
             if recorder.history.operations[index].random:
-                draws.setdefault(index, (name, count))
+                draws.setdefault(index, (unwrapped(name), count))
                 count += 1
     return replace(
         base,

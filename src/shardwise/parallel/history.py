@@ -194,6 +194,18 @@ def tensors_in(tree: Any) -> Iterable[torch.Tensor]:
         yield from tensors_in(list(tree.values()))
 
 
+def unwrapped(name: str) -> str:
+    """A name without what torch's wrappers put into it: `torch.compile(model)` draws as the model does.
+
+    >>> unwrapped("_orig_mod.head.weight")
+    'head.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
 def seed_for(seed: int, name: str, draw: int) -> int:
     """The seed of the `draw`-th random operation of a tensor: 63 bits of a hash of the job's seed and the name.
 

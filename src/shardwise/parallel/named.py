@@ -75,6 +75,8 @@ def values_kept(function: Callable[..., Any]) -> Iterator[None]:
         for _, value in named_by(function)
         if hasattr(value, "__dict__") and not isinstance(value, passed_by)
     ]
+    if not isinstance(inner, passed_by) and hasattr(inner, "__dict__"):  # an object that is called
+        held.append(vars(inner))
     fields = [(now, dict(now)) for now in held]
     try:
         yield

@@ -33,6 +33,8 @@ class Source:
     """Dims along which this rank has a part."""
     mixed: str = ""
     """A parameter of which elements along such a dim have been put together; empty: of none."""
+    is_apart: bool = False
+    """Each of its numbers is of one of these alone: they lie side by side."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ _VIEWS = {
     "_reshape_alias",
     "flatten",
 }
+_PIECES = {"slice", "select", "split", "split_with_sizes", "unbind", "chunk", "narrow"}
 _EMPTY = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full",
           "zero_", "fill_", "_local_scalar_dense", "is_same_size", "empty_strided", "new_empty_strided"}  # fmt: skip
 
@@ -101,6 +104,8 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
             self._held.setdefault(storage_key(tensor), []).append(one)
         self._of: Any = WeakIdKeyDictionary()
         self._mixed: dict[int, tuple[StorageWeakRef, Source]] = {}
+        self._ends: dict[int, tuple[StorageWeakRef, list[tuple[int, str]]]] = {}
+        """Of what lies side by side, flattened: where each parameter ends."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -132,8 +137,22 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
         result = func(*args, **kwargs)
         if whole is not None:
             for tensor in _tensors(result):
+                if whole.is_apart:
+                    self._lay(tensor, name, known)
                 self._keep(tensor, _placed(whole, name, known, tensor, _dims(func, args, kwargs)))
         return result
+
+    def _lay(self, result: Tensor, name: str, known: list[tuple[Tensor, Source]]) -> None:
+        """Remember where parameters lie in a vector that a rule makes of them, and in what it makes of that."""
+        key, ends, end = storage_key(result), list[tuple[int, str]](), 0
+        if name == "cat" and result.dim() == 1 and all(len(source.names) == 1 for _, source in known):
+            for tensor, source in known:
+                ends.append((end := end + tensor.numel(), min(source.names)))
+        else:
+            same = [t for t, s in known if s.is_apart and t.numel() == result.numel() and storage_key(t) in self._ends]
+            ends = self._ends[storage_key(same[0])][1] if same else []
+        if key not in self._ends and ends and ends[-1][0] == result.numel() and result.is_contiguous():
+            self._ends[key] = _weakly(result.untyped_storage()), ends
 
     def _each(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on lists is one on each of their tensors."""
@@ -170,6 +189,14 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
         return None
 
     def _keep(self, tensor: Tensor, source: Source) -> None:
+        if source.is_apart and storage_key(tensor) in self._ends and tensor.is_contiguous():
+            first, start = tensor.storage_offset(), 0
+            names = set()
+            for end, name in self._ends[storage_key(tensor)][1]:
+                if start < first + tensor.numel() and first < end:
+                    names.add(name)
+                start = end
+            source = replace(source, names=frozenset(names), is_apart=len(names) > 1)
         self._of[tensor] = source
         key = storage_key(tensor)
         if key not in self._held and self._is_wrong(source):
@@ -181,7 +208,7 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
             self._mixed.pop(storage_key(tensor), None)
 
     def _is_wrong(self, source: Source) -> bool:
-        return bool(source.mixed) or self._spans(source.names)
+        return bool(source.mixed) or (not source.is_apart and self._spans(source.names))
 
     def _spans(self, names: frozenset[str]) -> bool:
         """Whether all of a group of one stage is in it."""
@@ -193,6 +220,10 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
             return
         for held in self._held.get(storage_key(target), ()):
             if held.start <= target.storage_offset() < max(held.end, held.start + 1):
+                if not source.mixed and len(source.names) == 2:
+                    self.tell(f"{self.says(operation, held.name, '')}. Two that belong together may be meant: a rule "
+                              "that pairs them does the same under every plan, and one of all does not")  # fmt: skip
+                    return
                 raise ModelError(self.says(operation, held.name, source.mixed))
 
     def _check_taken(self, tensor: Tensor) -> None:
@@ -243,7 +274,10 @@ def _joined(sources: list[Source]) -> Source | None:
     if not sources:
         return None
     names, cut = (frozenset().union(*each) for each in zip(*((s.names, s.cut) for s in sources), strict=True))
-    return Source(names, cut, next((source.mixed for source in sources if source.mixed), ""))
+    apart = all(s.is_apart or len(s.names) == 1 for s in sources) and any(
+        s.is_apart and s.names == names for s in sources
+    )
+    return Source(names, cut, next((source.mixed for source in sources if source.mixed), ""), apart)
 
 
 def _result(
@@ -252,6 +286,11 @@ def _result(
     """What comes of an operation; dims are those of its input still, see `_placed`."""
     joined = _joined([source for _, source in known])
     base = name.removesuffix("_")
+    if joined is not None and base in ("cat", "stack"):
+        is_apart = len(joined.names) > 1 and all(s.is_apart or len(s.names) == 1 for _, s in known)
+        joined = replace(joined, is_apart=is_apart)
+    elif joined is not None and not _is_of_each(func, base):
+        joined = replace(joined, is_apart=False)
     if joined is None or not joined.cut or base in _SAME | _TURNED | _VIEWS or base == "copy":
         return joined
     if torch.Tag.pointwise in func.tags or base in ("where", "lerp", "addcmul", "addcdiv", "masked_fill"):
@@ -265,6 +304,11 @@ def _result(
     if base in ("stack", "cat") and (dims is None or base == "stack"):
         return joined
     return replace(joined, mixed=joined.mixed or min(joined.names), cut=frozenset())
+
+
+def _is_of_each(func: Any, base: str) -> bool:
+    """Whether each number that an operation gives is of numbers at one place."""
+    return torch.Tag.pointwise in func.tags or base in _SAME | _TURNED | _VIEWS | _PIECES | {"copy"}
 
 
 def _placed(

@@ -19,6 +19,7 @@ from shardwise.errors import UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.train.loss import Loss, as_loss
+from shardwise.train.scaled import refuse_scaler
 
 Weight = Callable[[Any], torch.Tensor | float]
 """micro-batch -> its weight: a number or a 0-dim tensor, zero or more."""
@@ -123,7 +124,12 @@ class Losses:
 
 
 def with_function(losses: Losses, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Losses:
-    """The same losses, with what `wrap` makes of their function."""
+    """The same losses, with what `wrap` makes of their function.
+
+    Raises:
+        UsageError: it names a scaler.
+    """
+    refuse_scaler(losses.function)
     return Losses(wrap(losses.function), weights=losses.weights, factors=losses.factors)
 
 

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.parallel.generators import states
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
 from shardwise.train.halving import communicating
-from shardwise.train.of_rows import Repeatable, unlike_parts, unlike_parts_of_model
+from shardwise.train.of_rows import Repeatable, remembers, unlike_parts, unlike_parts_of_model
 from shardwise.train.torch_private import mean_of_labels
 
 _EVERY = 17
@@ -36,6 +37,7 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     one rank at parts of it, see `unlike_parts`.
     """
     parts = placed.mesh.batch.size * placed.plan.batch.micro_batches
+    is_called_often = placed.plan.batch.micro_batches > 1
     if parts == 1:
         return loss_fn
     looks, calls, plan = _Looks(), count(), f"`{placed.plan}` divides a batch into {parts} parts"
@@ -44,6 +46,7 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     @partial(update_wrapper, wrapped=loss_fn, updated=())
     def call(output: Any, batch: Any) -> Any:
         number = next(calls)
+        before = states(placed.mesh.device) if is_called_often and not number else {}
         with looks if number % _EVERY == 0 else nullcontext(), repeatable.watched() if not number else nullcontext():
             result = loss_fn(output, batch)
         if not number:
@@ -52,6 +55,19 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
                     f"rank {placed.mesh.rank}: the loss function returned a mean, which counts by its rows, and found "
                     f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
                     "needed: a sum and its weight: sw.token_cross_entropy(logits, labels), or sw.Loss(sum, weight)"
+                )
+            elif (
+                placed.mesh.tells
+                and repeatable.holds
+                and is_called_often
+                and (said := remembers(loss_fn, output, batch, before, result))
+            ):
+                _warn(
+                    f"the loss function keeps something of one call for the next: {said}; it is called for each "
+                    f"micro-batch, {placed.plan.batch.micro_batches} times in a step of `{placed.plan}` and once in "
+                    "one of a plan without micro-batches, so that what it keeps (a hidden state, a mean, a count) is "
+                    "of other rows; needed: what a step keeps for the next one changed in the loop, after the step, "
+                    "or a plan with mb1 (docs/loss.md)"
                 )
             elif placed.mesh.tells and repeatable.holds and (said := _unlike_parts(loss_fn, placed, output, batch)):
                 _warn(

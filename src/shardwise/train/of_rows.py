@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -133,6 +133,40 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
     return as_sum and as_it_is
 
 
+def remembers(loss_fn: LossFn, output: Any, batch: Any, before: Mapping[str, bytes], given: Any) -> str:
+    """How a loss differs when it is asked for the same rows once more; empty: it does not, or nobody can tell.
+
+    It keeps something of one call for the next: a hidden state, a mean of what it has seen, a count.
+
+    Args:
+        loss_fn: of which `Repeatable` holds.
+        output: of the model.
+        batch: the micro-batch that it is of.
+        before: where generators were at its first call.
+        given: what that returned.
+
+    Cost: twice the loss function, without gradients.
+    """
+    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+    rows = _num_rows(batch)
+    if not tensors or not rows or sum(tensor.numel() for tensor in tensors) > MOST:
+        return ""
+    device, found = tensors[0].device, []
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        for _ in range(2):  # from one state of what it keeps: what differs then is no memory
+            with _kept(loss_fn, device):
+                restore(before, device)
+                try:
+                    found.append(_numbers(loss_fn(output, batch), rows)[2])
+                except Exception:
+                    return ""
+    first = _numbers(given, rows)[2]
+    tolerance = max(_TOLERANCE.get(tensor.dtype, 0.1) for tensor in tensors)
+    if found[0] != found[1] or not math.isfinite(first) or abs(first - found[0]) <= tolerance * max(1e-30, abs(first)):
+        return ""
+    return f"it gives {first:.5g} for {rows} rows, and for the same ones {found[0]:.5g} when it is called again"
+
+
 def unlike_parts_of_model(loss_fn: LossFn, run: Callable[[Any], Any], model: nn.Module, output: Any, batch: Any) -> str:
     """The same of a model that makes numbers of its rows itself (its loss, a part of it), in evaluation.
 
@@ -187,14 +221,14 @@ def _num_rows(batch: Any) -> int:
 def _numbers(result: Any, rows: int) -> tuple[float, float, float]:
     """A loss's sum and weight, and what the function gave."""
     loss = as_loss(result, rows)
-    value = float(result) if isinstance(result, torch.Tensor) else float(loss.sum)
-    return float(loss.sum), float(loss.weight), value
+    value = float(result.detach()) if isinstance(result, torch.Tensor) else float(loss.sum.detach())
+    return float(loss.sum.detach()), float(loss.weight), value
 
 
 @contextmanager
 def _kept(function: LossFn, device: torch.device) -> Iterator[None]:
     """What a call leaves is undone, as far as names lead to it: from the function, and from those that it calls."""
-    functions, modules = _reached(function)
+    functions, modules = reached(function)
     generators = states(device)
     with ExitStack() as stack:
         stack.callback(restore, generators, device)
@@ -204,10 +238,25 @@ def _kept(function: LossFn, device: torch.device) -> Iterator[None]:
         for module in modules:
             stack.enter_context(put_in_place(copies_of(buffers_in(module))))
             stack.enter_context(numbers_kept(module))
+            stack.enter_context(_tensors_kept(module))
         yield
 
 
-def _reached(function: LossFn) -> tuple[list[LossFn], list[nn.Module]]:
+@contextmanager
+def _tensors_kept(root: nn.Module) -> Iterator[None]:
+    """Tensors that modules hold as plain attributes, or put in the place of None."""
+    kinds = torch.Tensor | None
+    before = [(vars(m), {k: v for k, v in vars(m).items() if isinstance(v, kinds)}) for m in root.modules()]
+    try:
+        yield
+    finally:
+        for now, kept in before:
+            for key in [key for key, value in now.items() if isinstance(value, kinds) and key not in kept]:
+                del now[key]
+            now.update(kept)
+
+
+def reached(function: LossFn) -> tuple[list[LossFn], list[nn.Module]]:
     """A function and those of the user's that it names, and the modules that they name."""
     functions, modules = [function], list[nn.Module]()
     for each in functions:  # which grows

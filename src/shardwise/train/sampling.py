@@ -14,6 +14,7 @@ from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together
+from shardwise.train.between import leave
 from shardwise.train.tokens import Tokenizer
 
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
@@ -115,6 +116,7 @@ def generate(
 
     >>> generate(placed, torch.tensor([[72, 105]]), 20, temperature=0)  # doctest: +SKIP
     """
+    leave()
     whole = WholeModel(placed, seq_len or _width(placed, ids.shape[-1] + max_new_tokens))
     return _continued(whole, ids, max_new_tokens, temperature, seed)
 

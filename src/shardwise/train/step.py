@@ -63,7 +63,7 @@ class TrainStep:
         watch = partial(watched_loss, placed=placed)
         self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn, placed))
         self._parameters = (trained := Trained(state)).parameters
-        self._check_trained = trained.check
+        self._check_trained, self._between = trained.check, trained.between
         self._retry = open_halving(state) if options.on_oom == "halve" else None
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
@@ -116,7 +116,7 @@ class TrainStep:
         grads, joined, sums = self._reduced(*passes)
         self.state.trains(batch)
         with torch.no_grad():
-            return self._update(grads, joined, sums, start)
+            return self._between.begin(self._update(grads, joined, sums, start))
 
     def _forget(self) -> None:
         """Drop what the forward and backward passes of a step without an update have left."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import UsageError
 from shardwise.parallel.placed import Placed
 from shardwise.train.means import remarked_means
+from shardwise.train.scaled import refuse_scaler
 
 
 def told(loss_fn: Callable[..., Any], placed: Placed | None = None) -> Callable[[Any, Any], Any]:
@@ -23,7 +24,8 @@ def told(loss_fn: Callable[..., Any], placed: Placed | None = None) -> Callable[
         placed: where it trains a model: means that it takes are remarked, see `means.py`.
 
     Raises:
-        UsageError: it takes other arguments than two; and, when it is called, that it takes the output for the model.
+        UsageError: it takes other arguments than two, or names a scaler; and, when it is called, that it takes the
+            output for the model.
     """
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     if not callable(loss_fn):
@@ -34,6 +36,8 @@ def told(loss_fn: Callable[..., Any], placed: Placed | None = None) -> Callable[
         raise UsageError(f"the loss function {name}{inspect.signature(loss_fn)}: {error}; {_NEEDED}") from None
     except ValueError:  # a builtin does not tell what it takes
         pass
+    if placed is not None:
+        refuse_scaler(loss_fn)
 
     @partial(update_wrapper, wrapped=loss_fn, updated=())
     def call(output: Any, batch: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode
 
 
 def scale_all(tensors: list[Tensor], factor: float) -> None:
@@ -126,3 +127,18 @@ def group_names() -> dict[str, list[int]]:
     """The ranks of each process group of this process, by the name that the flight recorder gives it."""
     names = dist.distributed_c10d._world.pg_names
     return {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+
+
+def has_modes() -> bool:
+    """Whether a mode that sees every function is on: `torch.overrides._get_current_function_mode`."""
+    return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+
+
+def is_innermost(mode: object) -> bool:
+    """Whether it is the one that was entered last."""
+    return _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
+
+
+def is_operation(func: object) -> bool:
+    """Whether it is one of aten's kind, with a schema and tags, and not one that takes functions: `torch._ops`."""
+    return isinstance(func, torch._ops.OpOverload)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.limits import refuse_gradient_hook
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import has_gradient_hook, wrapper_of
+from shardwise.train.between import Between, leave
 from shardwise.train.state import TrainState
 
 
@@ -26,6 +28,11 @@ class Trained:
         self._state, self._placed, named = state, state.placed, state.placed.named_parameters()
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self.between = Between(state.placed)
+        rows = state.placed.placements
+        self._types = [
+            (n, p, getattr(torch, rows[n].dtype.removeprefix("torch."))) for n, p in named.items() if n in rows
+        ]
         self._places = _places(state.placed)
         self._held = [value for _, _, value in self._places]
         for optimizer in (state.optimizer, *getattr(state.optimizer, "parts", {}).values()):
@@ -44,10 +51,20 @@ class Trained:
                 "makes it"
             )
 
+    def _refuse_types(self) -> None:
+        name, parameter, dtype = next(each for each in self._types if each[1].dtype is not each[2])
+        raise ModelError(
+            f"parameter {name} is {parameter.dtype}, and `{self._placed.plan}` made it {dtype}: found a module whose "
+            "type was changed after apply (module.half(), .float(), .to(dtype)); needed: types of the plan, of which "
+            "optimizer, gradients and what ranks send are made: `fp32`, `bf16`, `bf16-pure`, `fp16` or `fp64` "
+            "(docs/precision.md)"
+        )
+
     def check(self) -> None:
         """Refuse others or averages in their place, hooks, and those unfrozen since then (under DDP: frozen).
 
-        And those to whose `.data` somebody assigned, where that does nothing.
+        And those of another type than `apply` gave them, and those to whose `.data` somebody assigned, where that does
+        nothing.
 
         A torch optimizer that was built over all parameters would step what has a gradient, though it is in no sum over
         ranks, no norm and no checkpoint.
@@ -58,6 +75,7 @@ class Trained:
 
         Cost: a look at flags of each parameter, and a microsecond per sharded one.
         """
+        leave()
         if self._state.ema is not None:
             self._state.ema.check_own("stepped")
         if self._placed.reduced is not None and not all(p.requires_grad for p in self.parameters.values()):
@@ -73,8 +91,11 @@ class Trained:
                 raise ModelError(
                     f"parameter {name} is sharded, and its `.data` was assigned, which changed nothing: torch puts it "
                     "into the DTensor, and neither into the shard nor into what computes with it; write "
-                    "parameter.copy_(value) under torch.no_grad(), or change what is there (parameter.data.clamp_(...))"
+                    "parameter.copy_(value) under torch.no_grad(), or change what is there (parameter.data.clamp_()). "
+                    "A type (module.half(), .float(), .to(dtype)) is the plan's"
                 )
+        if not all(parameter.dtype is dtype for _, parameter, dtype in self._types):
+            self._refuse_types()
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ModelError(

@@ -1,0 +1,156 @@
+"""What a script does to weights between the steps of a pipeline, where each stage has its own: followed at first.
+
+A threshold over `placed.parameters()` (pruning), a norm of all, noise from one generator for layer after layer: of a
+stage each is another than of the whole, and nothing says so.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.parallel.placed import Placed
+from shardwise.parallel.torch_private import storage_key
+from shardwise.train.flow import Flow, Held
+from shardwise.train.torch_private import has_modes, is_innermost, is_operation
+
+Result = TypeVar("Result")
+_LOOKS = 2
+_OPEN: list[Body] = []
+"""The one that is followed now."""
+
+
+class Between:
+    """Of one step function: the first bodies of its loop."""
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed, self._left = placed, 0 if placed.pipeline is None else _LOOKS
+        self._told: list[str] = []
+        if self._left:
+            placed.mesh.at_exit.append(leave)
+
+    def begin(self, result: Result) -> Result:
+        """A step is done, and what comes is the script's. Not where the script has modes of its own around it."""
+        if self._left and not _OPEN and not has_modes():
+            self._left -= 1
+            body = Body(self._placed, partial(_tell, self._told))
+            _OPEN.append(body)
+            body.__enter__()  # type: ignore[no-untyped-call]
+        return result
+
+
+def leave() -> None:
+    """What comes is no longer the script's. One that a mode of the script lies above waits until that is gone."""
+    if _OPEN:
+        _OPEN[0].is_over = True
+        if is_innermost(_OPEN[0]):
+            _OPEN.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class Body(TorchFunctionMode):
+    """Within it a script has its turn, and each function that it calls is followed.
+
+    One by one: what sees operations may not stay open over the guards of a script (`torch.inference_mode`).
+
+    Cost: some 20 microseconds per operation.
+    """
+
+    def __init__(self, placed: Placed, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self.flow, self.is_over, self._process = _Operations(placed, warn), False, os.getpid()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every call of a torch function comes here; so do those of workers that were forked within it."""
+        if self.is_over or os.getpid() != self._process:
+            return func(*args, **(kwargs or {}))
+        with self.flow:
+            return func(*args, **(kwargs or {}))
+
+
+class _Operations(Flow):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, placed: Placed, warn: Callable[[str], None]) -> None:
+        named = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in placed.named_parameters().items()}
+        held = [
+            (Held(n, tuple(p.shape), int(p.storage_offset()), int(p.storage_offset()) + p.numel(), frozenset()), p)
+            for n, p in ((n, p.detach()) for n, p in named.items())
+            if p.numel()
+        ]
+        self._warn = warn
+        super().__init__(held, [frozenset(n for n, p in named.items() if p.requires_grad)], lambda: False, _said, warn)
+        self._made: Any = WeakIdKeyDictionary()
+        """Tensors of numbers that were drawn -> of which generator, and whether it had been seeded just before."""
+        self._drew: dict[int, set[str]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operation comes here."""
+        if not is_operation(func):
+            return func(*args, **(kwargs or {}))
+        given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
+        drawn = {self._made[t] for t in given if t in self._made}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            drawn.add(_generator(given, args, kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in (result,) if isinstance(result, Tensor) else ():
+            for generator in drawn:
+                self._made[tensor] = generator
+                if func._schema.is_mutable:
+                    self._note(tensor, *generator)
+        return result
+
+    def _note(self, target: Tensor, generator: int, is_fresh: bool) -> None:
+        """Numbers of a generator were written into a weight: the second one of those that one generator serves."""
+        for held in self._held.get(storage_key(target), ()):
+            if held.start <= target.storage_offset() < held.end:
+                self._drew.setdefault(generator, set()).add(held.name)
+                if len(self._drew[generator]) > 1 and not is_fresh:
+                    self._warn(
+                        f"between steps: found numbers of one generator that are drawn for {held.name} after other "
+                        "weights: each stage of a pipeline draws for the layers that it has, and other numbers than "
+                        "one process; needed: a torch.Generator for each weight, seeded by its name and the step, or "
+                        "a plan without pp"
+                    )
+
+    def _read(self, source: Any, tensor: Tensor) -> None:
+        """Of each weight a number may be printed; one of all is of a stage."""
+        if tensor.is_floating_point() and self._is_wrong(source):
+            self._warn(_said("a number that is read and, if it is more than printed,", "them", source.mixed))
+
+
+def _generator(given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
+    """Which one an operation draws from, and whether it was seeded since it drew last."""
+    own = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
+    generator = own if own is not None else torch.default_generator
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return id(generator), bool(torch.equal(fresh.get_state(), generator.get_state()))
+
+
+def _said(operation: str, target: str, mixed: str) -> str:
+    return (
+        f"between steps: found {operation} that takes to {target} what is made of all parameters that this rank has, "
+        "of which a stage of a pipeline has its own: each would have another; needed: what is of each parameter alone, "
+        "a sum over the ranks of pp first (mesh.group('pp')), or a plan without pp (docs/pipeline.md)"
+    )
+
+
+def _tell(told: list[str], said: str) -> None:
+    """Once."""
+    if not told:
+        told.append(said)
+        with suppress(Warning):  # `-W error` does not end a run that may be meant so
+            warnings.warn(said, stacklevel=6)
