@@ -58,7 +58,7 @@ def told(text: str, draw: Callable[[sw.Placed, int], None], trains: bool = True)
         return [str(one.message) for one in caught if "have drawn differently" in str(one.message)]
 
 
-@pytest.mark.parametrize(("draw", "step"), [(orthogonal, 1), (noise, 2)])
+@pytest.mark.parametrize(("draw", "step"), [(orthogonal, 1), (noise, 3)])
 def test_draws_for_the_weights_of_a_stage_are_warned_of_once(world: World, draw: Callable, step: int) -> None:
     """They are other numbers than those of one process."""
     first, second = world(2, told, "pp2 / 1f1b mb2", draw)

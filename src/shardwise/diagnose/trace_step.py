@@ -84,13 +84,15 @@ class StepTrace:
         return max(self.first.num_bytes, self.later.num_bytes)
 
 
-def trace_step(training: Training, plan: Plan, *, rank: int = 0) -> StepTrace:
+def trace_step(training: Training, plan: Plan, *, rank: int = 0, is_cpu: bool = True) -> StepTrace:
     """The step of one rank of a plan's world, on this process alone, without memory and without arithmetic.
 
     Args:
         training: what is trained.
         plan: any that `apply` takes.
         rank: which rank of `plan.world`.
+        is_cpu: gradients are reduced by gloo, which sums in a copy; False: by NCCL, which has none. Kernels are those
+            of CPUs either way.
 
     Returns:
         Bytes of live tensors and collectives. Host and device are not told apart: what a plan offloads is counted.
@@ -107,6 +109,7 @@ def trace_step(training: Training, plan: Plan, *, rank: int = 0) -> StepTrace:
     links = links_of(training, plan, rank) if plan.axes.pp > 1 else []
     with fake_world(plan.world, rank), open_mesh(plan, device="cpu") as mesh:
         ledger = Pretending(axis_names(mesh))
+        ledger.is_cpu = is_cpu
         with without_values(training, plan, mesh, ledger) as placed:
             if links:
                 tell(training, placed, links)

@@ -90,6 +90,8 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
         self.replicas: list[DistributedDataParallel] = []
         self.num_experts: frozenset[int] = frozenset()
         """Numbers of experts that the model's modules have."""
+        self.is_cpu = True
+        """Ranks reduce by gloo, which sums in a copy of what it is given; NCCL has none."""
         self._lists_integers = False
 
     def begin(self) -> None:
@@ -119,7 +121,7 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
         if self._lists_integers and func in MAKES and kwargs.get("dtype") is torch.int32:
             with real_tensors():
                 return func(*args, **kwargs)
-        if func is REDUCE_SCATTER:  # gloo sums in a copy of what it is given
+        if func is REDUCE_SCATTER and self.is_cpu:  # gloo sums in a copy of what it is given
             copied = self._of_shapes(torch.ops.aten.clone.default, args[1:2], {}, given)
             self.count(torch.ops.aten.clone.default, args[1:2], {}, copied)
             del copied

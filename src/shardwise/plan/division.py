@@ -115,6 +115,19 @@ class Division:
             return self.experts(block)
         return _filled(block, shards, axes.ep, 1 if axes.ep > 1 else axes.tp) / self.expert_split
 
+    def whole_of(self, block: Block) -> float:
+        """Parameters of a block on a rank, before data axes shard them, its experts filled up."""
+        return self.dense(block) + self.filled(block)
+
+    def sent_of(self, block: Block) -> float:
+        """Those of them whose gradients are reduced together: of `ep`'s experts apart from the others."""
+        dense, experts = self.dense(block), self.filled(block)
+        return max(dense, experts) if self.plan.axes.ep > 1 else dense + experts
+
+    def owned_by(self, block: Block) -> float:
+        """Those of them that one rank updates."""
+        return self.dense(block) / self.shards + self.filled(block) / self.expert_shards
+
     def largest_product(self, block: Block) -> float:
         """Parameters of the largest product of a block on a rank, as it is multiplied; of experts all of the rank's."""
         tp = self.plan.axes.tp

@@ -176,8 +176,13 @@ class _Rank(RankSizes):
         return self.summed_outside if self.trained(first) or profile.embedding > profile.frozen else 0.0
 
     def places(self) -> list[int]:
-        """Of the blocks of which one may need most: the ends of the chain, and of each run of equal blocks."""
-        return sorted({*self.edges(self.chain), max(0, len(self.chain) - 2)})
+        """Of the blocks of which one may need most: the ends of the chain, and of each run of equal blocks.
+
+        And those beside them, and the last one ahead of which as many others' weights come as ahead of any.
+        """
+        edges, last = self.edges(self.chain), len(self.chain) - 1
+        near = {place + far for place in edges for far in (-1, 1, self.prefetch)}
+        return sorted({*edges, *(place for place in near if 0 <= place <= last)})
 
     def ends(self, kept: Sequence[float], pending: float, left: float) -> Mapping[str, Terms]:
         """Moments outside the backward pass of the blocks, of a module whose step was seen."""

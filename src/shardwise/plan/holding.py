@@ -52,21 +52,73 @@ def held_freed(
     return freed
 
 
-def sending(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes of gradients that `fully_shard` is reducing while the block ahead of them goes backward.
+def sending(division: Division, stages: tuple[Stage, ...], gradients: float, stack: Stack) -> tuple[float, float]:
+    """Bytes of (what is sent, gradients) while a block goes backward, beside the weights of it and those ahead.
 
-    They are whole, in a buffer of the type on the wire, which it holds until the next block's are to be reduced
-    (`reduce_scatter_states`). Of one flat unit outside of blocks the head's gradient waits for the table's.
+    What `fully_shard` sends of the block behind is whole, in a buffer of the type on the wire, which it holds until the
+    next block's are to be reduced (`reduce_scatter_states`). Of one flat unit outside of blocks the head's gradient
+    waits for the table's. With one micro-batch the blocks behind alone have given their shards of gradients. Of few
+    blocks either none is behind, or fewer weights are there, which makes the first of both less.
     """
+    if not sends(division, stack):
+        return 0.0, gradients
+    plan, width = division.plan, compute_width(division.plan)
+    head = division.dense(division.profile.head) * (stack.one_root and not division.profile.tied) * width
+    sizes = [division.owned_by(block) for stage in stages for block in stage.blocks]
+    most = max((division.sent_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
+    here = min(len(sizes), 1 + plan.communication.prefetch) if plan.reshards else len(sizes)  # gathered blocks
+
+    def at(place: int) -> tuple[float, float]:
+        behind = sizes[place + 1 :]
+        share = sum(behind) / division.owned(stages) if plan.batch.micro_batches == 1 else 1.0
+        gone = max(0, here - 1 - place) if plan.reshards else 0
+        whole = max((division.whole_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
+        return head + most * reduce_width(plan) * bool(behind) - gone * whole * width, gradients * share
+
+    last = len(sizes) - 1
+    places = {last, max(0, min(last - 1, here - 1 if plan.reshards else last - 1))}
+    return max(map(at, places), key=sum)
+
+
+def sends(division: Division, stack: Stack) -> bool:
+    """Whether `fully_shard` reduces gradients over shards behind each block."""
     plan = division.plan
     late = plan.axes.pp > 1 or (plan.zero < 2 and plan.batch.micro_batches > 1)
-    if not stack.keeps_shards or not is_gathered(plan) or division.shards == 1 or late or division.workload.trained < 1:
-        return 0.0
-    most = max(
-        (division.dense(block) + division.filled(block) for stage in stages for block, _ in stage.counts), default=0.0
-    )
-    head = division.dense(division.profile.head) * (stack.one_root and not division.profile.tied)
-    return most * reduce_width(plan) + head * compute_width(plan)
+    shares = stack.keeps_shards and is_gathered(plan) and division.shards > 1
+    return shares and not late and division.workload.trained == 1
+
+
+def of_root(
+    division: Division, stages: tuple[Stage, ...], kept: Mapping[str, float], gradients: float, stack: Stack
+) -> dict[str, Mapping[str, float]]:
+    """Moments of what is outside of blocks, where it is one unit of `fully_shard`: forward, and backward at its end.
+
+    First it comes with the first block: as sent, and cut up. The head's gradient waits for the table's: both, or of a
+    tied table both and their sum, stand beside its weights, the first block's gradients as they are sent, and the
+    step's output. Then they are copied into what is sent, and its weights have gone.
+
+    Args:
+        division: of the plan.
+        stages: of a rank.
+        kept: its states, but for gradients.
+        gradients: bytes of all of these.
+        stack: one that is eager has moments of its own.
+    """
+    if not stack.one_root or not sends(division, stack):
+        return {}
+    plan, first, tied = division.plan, division.whole_of(stages[0].blocks[0]), division.profile.tied
+    width, wire, several = compute_width(plan), reduce_width(plan), plan.batch.micro_batches > 1
+    root = division.embedding + division.dense(division.profile.head) * (not tied)
+    made = root + 2 * division.embedding_table * tied
+    vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
+    output = {"logits": vocab * division.tokens * width}
+    inner = gradients if several else gradients * (1 - root / division.shards / division.owned(stages))
+    most = max((root + made) * width + first * wire, root * (width + wire))
+    found: dict[str, Mapping[str, float]] = {"backward": {**kept, "gathered": most, "gradients": inner, **output}}
+    if plan.reshards or not several:
+        ahead = {"gradients": gradients, **output} if several else {}
+        found["loss"] = {**kept, "gathered": 2 * (root + first) * width, **ahead}
+    return found
 
 
 def _gathered_early(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:

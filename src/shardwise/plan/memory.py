@@ -19,9 +19,9 @@ from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
-from shardwise.plan.holding import held_apart, held_freed, sending
+from shardwise.plan.holding import held_apart, held_freed, of_root, sending
 from shardwise.plan.imbalance import busiest
-from shardwise.plan.messages_data import held_sums
+from shardwise.plan.messages_data import held_sums, reduce_width
 from shardwise.plan.passing import activations_of, block_bytes, logits_of, working_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, stack_of
@@ -220,7 +220,8 @@ def _rank_memory(
     if logits > again + working:
         loss, freed = {**held, "activations": alive, "logits": logits}, again
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
-    backward["gathered"] += sending(division, stages, stack)
+    sent, backward["gradients"] = sending(division, stages, gradients, stack)
+    backward["gathered"] += sent
     buffered = stack.master and not stack.copies_grads  # in buffers that stay
     if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
@@ -230,8 +231,14 @@ def _rank_memory(
     if stack.name in OWN:
         trained = division.profile.trained * division.workload.trained
         backward["gradients"] += division.owned(stages) * trained * held_sums(plan)
-    update = {**states, "gradients": gradients, "temporary": spike + at_once(division, stages, stack)}
+    stepped = gradients
+    if "master" in states and plan.precision == "bf16-pure":
+        last = division.owned(stages) if plan.zero else division.whole(stages)
+        stepped = last * compute_width(plan) + states["master"]
+    update = {**states, "gradients": stepped, "temporary": spike + at_once(division, stages, stack)}
     phases = {"loss": loss, "backward": backward, "update": update}
+    for name, terms in of_root(division, stages, states, gradients, stack).items():
+        phases[name] = max(phases[name], dict(terms), key=lambda each: sum(each.values()))
     if plan.offload.state:
         whole = gradients if accumulates_whole(plan, stack) else 0.0
         for name, terms in phases.items():
@@ -288,6 +295,10 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         states = {"weights": kept * width, "gradients": summed * added, "optimizer": updated * state}
         return {**states, "buckets": summed * (4.0 if stack.wide_buckets else width) * sent + flat}
     master = low and (stack.master or pure)
+    if pure and stack.name in OWN:  # the masters' are there in the update alone
+        sums = accumulates_whole(plan, stack) or (plan.batch.micro_batches > 1 and plan.axes.dp_replicate > 1)
+        states = {"weights": kept * width, "master": updated * 4.0, "optimizer": updated * state}
+        return {**states, "gradients": summed * (reduce_width(plan) if sums else width), "buckets": flat}
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0 * (not stack.widens_grads)
         states = {"weights": kept * width, "master": updated * 4.0, "gradients": gradients}

@@ -16,7 +16,7 @@ from shardwise.train.exchange import digest, gathered
 
 
 class Draws:
-    """After a process's steps 1, 2, 4, 8, ...: compare, and warn once."""
+    """After a process's steps 1, 3, 9, ...: compare, and warn once. The second step sends what most do."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._steps, self._next, self._is_told = mesh, 0, 1, False
@@ -26,7 +26,7 @@ class Draws:
         self._steps += 1
         if self._is_told or self._steps != self._next:
             return
-        self._next *= 2
+        self._next *= 3
         self._is_told = compare_draws(self._mesh, f"step {self._steps} of this process", 6)
 
 
