@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 from shardwise.errors import ConfigError, DataError, ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.spec import preset
-from shardwise.models.hf_sizes import LENGTHS, assumed_sizes, refuse_sizes, refuse_unsaid
+from shardwise.models.hf_sizes import LENGTHS, SIZES, assumed_sizes, refuse_sizes, refuse_unsaid
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
@@ -174,7 +174,8 @@ def _key_of(error: Exception, config: PreTrainedConfig) -> str:
         f"{key}.{part}": v for key, values in said.items() if isinstance(values, dict) for part, v in values.items()
     }
     names = [key for key, value in {**said, **inner}.items() if unknown is not None and value == unknown]
-    return " or ".join(names) or "that key"
+    missing = "NoneType" in str(error) and [key for key in SIZES if key in said and said[key] is None]
+    return " or ".join(names) or (f"what is null: {', '.join(missing)}" if missing else "that key")
 
 
 def _of_class(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
