@@ -328,6 +328,24 @@ def test_a_model_of_pictures_and_text_keeps_no_keys_in_training() -> None:
     assert not caches_keys(nn.Linear(1, 1))
 
 
+def test_the_class_of_a_text_part_is_made_of_that_part(tmp_path: Path) -> None:
+    """Llama 4: its usual class is that of its text, and takes no configuration of both, as `transformers` knows."""
+    text = {**SIZES, "model_type": "llama4_text", "intermediate_size_mlp": 64, "num_local_experts": 2}
+    text |= {"head_dim": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    planned = planned_hf(written(tmp_path, {"model_type": "llama4", "text_config": text}))
+    made = planned.made(8)()
+    assert type(made).__name__ == "Llama4ForCausalLM" and made.config.hidden_size == 32
+    assert not any("mend one" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "meant"),
+    [("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"), ("llava", "LlavaForConditionalGeneration")],
+)
+def test_a_model_of_pictures_and_text_has_its_output_layer(kind: str, meant: str) -> None:
+    assert hf_config(kind).architectures == [meant]
+
+
 def test_a_size_that_is_said_per_layer_is_divided_in_each(tmp_path: Path) -> None:
     keys = {"model_type": "gemma3n_text", **SIZES, "head_dim": 8, "layer_types": ["full_attention"] * 2}
     keys |= {"activation_sparsity_pattern": [0.0, 0.0], "num_kv_shared_layers": 0}

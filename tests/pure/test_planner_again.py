@@ -8,7 +8,7 @@ import pytest
 
 from published.recompute import OF_DENSE
 from shardwise.hardware.cluster import load_cluster
-from shardwise.model.ops import Attention
+from shardwise.model.ops import Attention, Matmul
 from shardwise.model.profile import Block, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import kept_bytes, saving_of
@@ -44,6 +44,13 @@ def test_a_router_needs_what_its_experts_give() -> None:
     mixture = profile_of(preset("mixtral-8x7b")).blocks[-1]
     assert mixture.matmuls[-1].experts
     assert _time(mixture).whole == _time(mixture, stops_early=False).whole
+
+
+def test_a_block_without_products_is_timed() -> None:
+    """A head that is a norm alone, of a model without an output layer."""
+    bare = replace(DENSE, ops=tuple(op for op in DENSE.ops if not isinstance(op, Matmul)))
+    assert not bare.matmuls
+    assert _time(bare).whole == _time(bare, stops_early=False).whole > 0
 
 
 def test_attention_that_is_kept_does_not_run_again_and_takes_memory() -> None:

@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
@@ -33,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 from shardwise.errors import ConfigError, DataError, ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.spec import preset
-from shardwise.models.hf_sizes import LENGTHS, assumed_sizes, refuse_sizes, refuse_unsaid
+from shardwise.models.hf_sizes import LENGTHS, SIZES, assumed_sizes, refuse_sizes, refuse_unsaid
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
@@ -145,8 +146,8 @@ def build(config: PreTrainedConfig) -> nn.Module:
     """
     cls = model_class(config)
     refuse_unsaid(f"{PREFIX}{config.model_type}", config)
-    own = copy.deepcopy(config)
-    fused = getattr(cls, "_supports_sdpa", False) and not _drops_attention(config)
+    own = copy.deepcopy(_of_class(config, cls))
+    fused = getattr(cls, "_supports_sdpa", False) and not _drops_attention(own)
     asked = getattr(config, "_attn_implementation", None)
     attention = asked if asked == "flex_attention" else "sdpa" if fused else "eager"
     try:
@@ -173,7 +174,15 @@ def _key_of(error: Exception, config: PreTrainedConfig) -> str:
         f"{key}.{part}": v for key, values in said.items() if isinstance(values, dict) for part, v in values.items()
     }
     names = [key for key, value in {**said, **inner}.items() if unknown is not None and value == unknown]
-    return " or ".join(names) or "that key"
+    missing = "NoneType" in str(error) and [key for key in SIZES if key in said and said[key] is None]
+    return " or ".join(names) or (f"what is null: {', '.join(missing)}" if missing else "that key")
+
+
+def _of_class(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
+    """What a class is made of: of a model of text and pictures, the text part, where it is that part's class."""
+    made_for, text = cls.config_class, config.get_text_config()
+    is_part = made_for is not None and not isinstance(config, made_for) and isinstance(text, made_for)
+    return text if is_part else config
 
 
 def _drops_attention(config: PreTrainedConfig) -> bool:
@@ -190,9 +199,7 @@ def of_other_type(config: PreTrainedConfig) -> str:
     ''
     """
     cls = model_class(config)
-    if cls.config_class is None or isinstance(config, cls.config_class):
-        return ""
-    if isinstance(config.get_text_config(), cls.config_class):  # the text part of a model of text and pictures
+    if cls.config_class is None or isinstance(_of_class(config, cls), cls.config_class):
         return ""
     made_for = cls.config_class.model_type
     return f"architectures names {cls.__name__}, a class of {made_for}, and model_type is {config.model_type}"
@@ -233,6 +240,7 @@ def class_name(config: PreTrainedConfig) -> str:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,  # clip: both of its towers
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,  # blip is there and among those of two towers
         MODEL_MAPPING_NAMES,
     ]
     if getattr(config, "is_encoder_decoder", False):

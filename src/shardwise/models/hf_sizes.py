@@ -17,15 +17,23 @@ HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_atten
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
+    *("num_decoder_layers", "encoder_layers", "decoder_layers", "depth"),
 )
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 INNER = (
     *("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "hidden_dim"),
-    *("encoder_ffn_dim", "decoder_ffn_dim"),
+    *("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size_mlp", "shared_intermediate_size"),
 )
 HEAD_DIMS = ("head_dim", "d_kv", "query_pre_attn_scalar")
 HEAD_DIM = 8
+MORE_OF_ROPE = "ignore_keys_at_rope_validation"
+"""Where a configuration of `transformers` says that its positions are of pictures too."""
+STAGED = 64
+"""Height and width of a picture of which each of four stages takes a half, after the first a quarter."""
+SCAN_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads")
+SCAN_DIMS = ("mamba_d_head", "mamba_headdim", "mamba_head_dim")
+EXPANDS = ("mamba_expand", "expand")
+"""How many times its width a state space is wide; its heads hold all of that."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token")
 TINY: Mapping[str, int] = {
@@ -56,7 +64,13 @@ TINY: Mapping[str, int] = {
     "vocab_size_per_layer_input": 64,
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 8,
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "chunk_size", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("mamba_dt_rank", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
 }
+SIZES = (*LAYERS, *WIDTHS, *HEADS, *KV_HEADS, *INNER, *HEAD_DIMS, *LENGTHS, "vocab_size")
+"""Keys without which a model cannot be made."""
 SHORT = 8
 """Numbers of a list, up to which it may be of stages, not of layers."""
 MOST_LAYERS = 2_000
@@ -168,6 +182,9 @@ def shrunk_config(config: PreTrainedConfig, *, num_layers: int = 4) -> PreTraine
     made = copy.deepcopy(config)
     for part in (made, *_parts(made)):
         _shrink(part, num_layers)
+    for part in _parts(made):
+        if getattr(part, "out_hidden_size", None):  # what it gives is added to the text
+            part.out_hidden_size = made.get_text_config().hidden_size
     return made
 
 
@@ -179,8 +196,8 @@ def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
             if isinstance(said.get(key), int | float) and not isinstance(said[key], bool) and said[key]:
                 setattr(config, key, value)
 
-    heads = next((said[k] for k in HEADS if said.get(k)), 4)
-    kv_heads = next((said[k] for k in KV_HEADS if said.get(k)), heads)
+    heads = next((said[k] for k in HEADS if said.get(k) and _is_count(said[k])), 4)
+    kv_heads = next((said[k] for k in KV_HEADS if said.get(k) and _is_count(said[k])), heads)
     small_kv = 4 if kv_heads == heads else min(kv_heads, 2)
     small = small_kv * min(heads // kv_heads, 4) if kv_heads > 1 else 4
     width = small * HEAD_DIM
@@ -192,8 +209,18 @@ def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
     change(WIDTHS, width)
     change(INNER, 2 * width)
     change(HEAD_DIMS, HEAD_DIM)
+    for key in KV_HEADS:
+        if key in said and said[key] is None:
+            setattr(config, key, small_kv)
     if "head_dim" in said and said["head_dim"] is None:
         config.head_dim = HEAD_DIM
+    change(("embed_dim",), width)
+    inner = width * int(next((said[key] for key in EXPANDS if said.get(key)), 2))
+    change(SCAN_HEADS, inner // HEAD_DIM)
+    change(SCAN_DIMS, HEAD_DIM)
+    change(("mamba_d_ssm",), inner)
+    if said.get("state_size"):  # Mamba 2 has no other heads
+        change(("num_heads",), inner // HEAD_DIM)
     for _, chosen in _unsaid(said):
         setattr(config, chosen, TINY["num_experts_per_tok"])
     if said.get("qk_rope_head_dim"):  # there `head_dim` is that of the rotary part
@@ -203,6 +230,7 @@ def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
         change((key,), min(value, said[key]) if isinstance(said.get(key), int) else value)
     change(LAYERS, num_layers)
     _shrink_lists(config, said, num_layers)
+    _shrink_stages(config, said)
     for key, value in said.items():
         if ("dropout" in key or "pdrop" in key or key == "layerdrop") and isinstance(value, float):
             setattr(config, key, 0.0)
@@ -231,9 +259,25 @@ def _shrink_lists(config: PreTrainedConfig, said: Mapping[str, Any], num_layers:
     if said.get("mlp_only_layers"):
         config.mlp_only_layers = [0]
     rope = said.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":  # its factors speak of the longer head
+    if "mrope_section" in (getattr(config, MORE_OF_ROPE, None) or ()):  # of half a head: its time, height, width
+        rope = config.rope_parameters = {**rope, "mrope_section": [HEAD_DIM // 4, HEAD_DIM // 8, HEAD_DIM // 8]}
+    if rope.get("rope_type", "default") not in ("default", "axial"):  # its factors speak of the longer head
         kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         config.rope_parameters = {**kept, "rope_type": "default"}
+
+
+def _shrink_stages(config: PreTrainedConfig, said: Mapping[str, Any]) -> None:
+    """Of a model of pictures in stages, each of which has half the pixels and twice the width of the one before."""
+    if not isinstance(said.get("depths"), list):
+        return
+    widths = [HEAD_DIM * 2**stage for stage in range(len(said["depths"]))]
+    config.depths = [2] * len(widths)
+    for key in (*HEADS, "hidden_sizes"):
+        if isinstance(said.get(key), list):
+            setattr(config, key, widths if key == "hidden_sizes" else [width // HEAD_DIM for width in widths])
+    for key, value in (("embed_dim", HEAD_DIM), ("image_size", STAGED), ("window_size", 2)):
+        if said.get(key):
+            setattr(config, key, value)
 
 
 def _shrunk_layers(said: Mapping[str, Any], config: PreTrainedConfig) -> dict[int | str, dict[str, Any]]:

@@ -178,8 +178,9 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
 
 def _unneeded(block: Block, shape: Shape, setting: Setting) -> float:
     """Seconds that recompute spares: attention that is kept; a last product, which but for routers nothing needs."""
-    last, stack = block.matmuls[-1], setting.stack
-    spared = [*block.attentions] * stack.keeps_attention + [last] * (stack.stops_early and not last.experts)
+    stack = setting.stack
+    last = [op for op in block.matmuls[-1:] if stack.stops_early and not op.experts]  # a head may be a norm alone
+    spared = [*block.attentions] * stack.keeps_attention + last
     return sum(_op_time(op, shape, setting)[0] for op in spared)
 
 

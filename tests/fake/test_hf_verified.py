@@ -1,0 +1,73 @@
+"""What `shardwise verify hf:...` makes of a family: tiny sizes that go together and are fed, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+
+from shardwise.diagnose import random_hf
+from shardwise.diagnose.random_hf import check_name, small_config
+from shardwise.errors import ConfigError, ModelError
+from shardwise.models.hf import build, hf_config, hf_factory
+from shardwise.plan.plan import Plan
+
+FSDP2 = Plan.parse("fsdp2")
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama4",  # a second inner size
+        "nemotron",  # no number of key heads
+        "qwen2_vl",  # parts of a head for time, height and width; a tower of pictures
+        "qwen2_5_vl",
+        "mistral3",
+        "qwen3_next",  # heads of linear attention
+        "mamba2",  # heads that hold all of the expanded width
+        "granitemoehybrid",
+        "bamba",
+        "falcon_h1",
+        "resnet",  # stages
+        "convnext",
+        "swin",
+        "segformer",
+    ],
+)
+def test_a_family_is_made_tiny_and_fed(name: str) -> None:
+    """`check_name` runs it, and refuses more than 5 million parameters."""
+    assert check_name(name, FSDP2).startswith("shrunk: ")
+    module = hf_factory(small_config(name, FSDP2))()
+    assert sum(p.numel() for p in module.parameters()) < 300_000
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wav2vec2", r"verify hf:wav2vec2: Wav2Vec2Model cannot be fed .*input_values.*write a script"),
+        ("clip", r"CLIPModel cannot be fed .*needed a model of token ids, pairs of them or pictures"),
+        ("dinov3_vit", r"gives no logits, needed logits of shape \[2, 'classes'\]; name a class"),
+        ("BertModel", r"given input_ids of shape \[2, 16\], gives no logits, needed logits of shape \[2, 16, "),
+    ],
+)
+def test_what_is_not_trained_on_what_is_fed_is_refused(name: str, said: str) -> None:
+    """It was a traceback of each process."""
+    with pytest.raises(ModelError, match=said):
+        check_name(name, FSDP2)
+
+
+def test_what_stays_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wide(config: PreTrainedConfig, **_: Any) -> PreTrainedConfig:
+        config.vocab_size = 2_000_000
+        return config
+
+    monkeypatch.setattr(random_hf, "shrunk_config", wide)
+    with pytest.raises(ModelError, match=r"parameters in tiny sizes too .*wte.weight of shape \[2000000, 768\]"):
+        check_name("gpt2", FSDP2)
+
+
+def test_a_default_that_is_null_is_named() -> None:
+    with pytest.raises(ConfigError, match="cannot be made .* mend what is null: num_key_value_heads"):
+        build(hf_config("nemotron"))
