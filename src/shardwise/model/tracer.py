@@ -96,7 +96,7 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     for inner in module.modules():
         if isinstance(counted := getattr(inner, "num_batches_tracked", None), torch.Tensor):
             trace.known.give(counted, torch.tensor(0))  # batch norm with momentum=None divides by it
-    found = (_as_meta(args), _as_meta(dict(kwargs)))
+    found = (without_values(args), without_values(dict(kwargs)))
     hooked, hooks = hooked_modules(module), []
     for index, block in enumerate(map(module.get_submodule, blocks)):
         hooks.append(block.register_forward_pre_hook(partial(_enter, trace, index), with_kwargs=True))
@@ -120,7 +120,8 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return trace.finish(output)
 
 
-def _as_meta(value: Any) -> Any:
+def without_values(value: Any) -> Any:
+    """A nested value with tensors of meta in place of its tensors."""
     return put(value, {path: torch.empty_like(t, device="meta") for path, t in tensors_in(value)})
 
 
@@ -192,7 +193,7 @@ class _Trace(TorchFunctionMode):
             )
         operands = [tensor for _, tensor in tensors_in((args, kwargs))]
         if any(t.is_meta for t in operands) and not all(t.is_meta for t in operands):
-            args, kwargs = _as_meta(args), _as_meta(kwargs)
+            args, kwargs = without_values(args), without_values(kwargs)
         versions = [t._version for t in operands]
         result = func(*args, **kwargs)
         self.known.follow(func, args, kwargs, result)

@@ -29,7 +29,7 @@ from shardwise.parallel.named import collections_kept
 from shardwise.parallel.placed import Batch, Part, Placed
 from shardwise.parallel.precision import compute_type
 from shardwise.parallel.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
-from shardwise.parallel.transport import Transport
+from shardwise.parallel.transport import Shapes, Transport
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.stages import split_evenly
@@ -65,7 +65,7 @@ class Pipeline:
     def __init__(self, stages: Sequence[StageModule], layout: Layout, blueprint: nn.Module, placed: Placed) -> None:
         self.stages, self.layout, self.blueprint = tuple(stages), layout, blueprint
         self.signature = Signature.of(blueprint)
-        self.transport = Transport(self.stages, placed.plan.schedule.kind, placed.mesh)
+        self.transport = Transport(self.stages, placed.plan.schedule.kind, placed.mesh, self._passed)
         self._verified, self._says = set[tuple[Any, ...]](), placed.mesh.is_first
 
     def run(
@@ -97,8 +97,8 @@ class Pipeline:
             UsageError: no micro-batches, or of different shapes.
             PlanError: the schedule does not take this number of micro-batches.
 
-        Cost: the first call with new shapes also runs one forward of every stage on zeros, to learn what passes
-        between stages; buffers for it are kept, one per micro-batch and boundary.
+        Cost: the first call also runs one forward of every stage on zeros, to learn what passes between stages, and one
+        with other shapes two of the whole model without values; buffers are kept, one per micro-batch and boundary.
         """
         inputs = [model_inputs(batch, self.signature) for batch in micro_batches]
         run = self.transport.train if backward else self.transport.evaluate
@@ -145,6 +145,12 @@ class Pipeline:
         for stage in self.stages:
             stage.wiring.chain = chain
         self._verified.add(kind)
+
+    def _passed(self, inputs: Inputs) -> dict[int, Shapes]:
+        """Stage -> shapes of what it receives in the whole model, as these inputs make it go."""
+        self.blueprint.train(self.stages[0].training)
+        chain = _traced(self.blueprint, *inputs, self.layout.blocks, says=False)
+        return {stage: chain.links[first - 1].shapes for stage, first in enumerate(self.layout.firsts) if first}
 
     def _check_owners(self, chain: Chain) -> None:
         """That every stage has what the traced forward uses there: the same answer on every rank."""

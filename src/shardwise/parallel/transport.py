@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from shardwise.errors import ModelError, PlanError
+from shardwise.model.tracer import tensors_in, without_values
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline_torch_private import CARRIES_INTEGERS, SCHEDULE_CLASSES, Stage, run_schedule
 from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
@@ -19,6 +20,7 @@ from shardwise.parallel.stage import StageModule, signature_of
 from shardwise.plan.schedule import stages_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Shapes = tuple[tuple[int, ...], ...]
 Shape = tuple[tuple[int, ...], torch.dtype]
 Boundary = tuple[Shape, ...]
 """Shapes and types of the tensors between two stages, as they are on this rank (shards under tensor parallelism)."""
@@ -29,14 +31,17 @@ KEPT_SIGNATURES = 4
 class Transport:
     """Runs this rank's stages: `train` by torch's schedule, `evaluate` breadth first."""
 
-    def __init__(self, stages: Sequence[StageModule], kind: str, mesh: Mesh) -> None:
-        self.stages, self.kind, self.mesh = tuple(stages), kind, mesh
+    def __init__(
+        self, stages: Sequence[StageModule], kind: str, mesh: Mesh, trace: Callable[[Inputs], Mapping[int, Shapes]]
+    ) -> None:
+        self.stages, self.kind, self.mesh, self.trace = tuple(stages), kind, mesh, trace
         self.group = mesh.group("pp")
         num_ranks = mesh.size("pp")
         self.rank_of = {
             stage: rank for rank in range(num_ranks) for stage in stages_of(kind, rank, num_ranks, len(self.stages))
         }
         self._boundaries: dict[tuple[Any, ...], dict[int, Boundary]] = {}
+        self._first: dict[tuple[Any, ...], tuple[Inputs, dict[int, Boundary]]] = {}
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[Stage]]] = {}
 
     def train(self, inputs: list[Inputs]) -> list[torch.Tensor]:
@@ -90,24 +95,50 @@ class Transport:
             boundary: what each local stage receives (key: stage) and sends (key: stage + 1).
         """
         self._boundaries[self._key(inputs)] = boundary
+        self._first.setdefault(self._kind(inputs), (without_values(inputs), boundary))
 
     def _is_here(self, stage: int) -> bool:
         return self.rank_of[stage] == self.mesh.index("pp")
 
     def _key(self, inputs: Inputs) -> tuple[Any, ...]:
-        autocast = torch.is_autocast_enabled(self.mesh.device.type)
-        return (*signature_of([inputs]), autocast, self.stages[0].training)
+        return (*signature_of([inputs]), *self._mode())
+
+    def _kind(self, inputs: Inputs) -> tuple[Any, ...]:
+        """The key of inputs but for their sizes."""
+        return (*((path, t.dim(), t.dtype) for path, t in tensors_in(inputs)), *self._mode())
+
+    def _mode(self) -> tuple[bool, bool]:
+        return torch.is_autocast_enabled(self.mesh.device.type), self.stages[0].training
 
     def _boundary(self, inputs: Inputs) -> dict[int, Boundary]:
         """What each local stage receives (key: stage) and sends (key: stage + 1); learnt by one forward on zeros.
 
-        Only a run knows: tensor and sequence parallelism and mixed precision change shapes and types.
+        Only a run knows: tensor and sequence parallelism and mixed precision change shapes and types. Of other sizes it
+        is told by what the first ones gave, without a run, in which shards of data ranks would be gathered: the sizes
+        may be new to some of these ranks alone, and the others do not take part.
         """
         key = self._key(inputs)
         if key not in self._boundaries:
-            self._boundaries[key] = self._learn(inputs)
+            first = self._first.get(self._kind(inputs))
+            self._boundaries[key] = (first and self._of_other_sizes(*first, inputs)) or self._learn(inputs)
+            self._first.setdefault(self._kind(inputs), (without_values(inputs), self._boundaries[key]))
             _forget_oldest(self._boundaries)
         return self._boundaries[key]
+
+    def _of_other_sizes(
+        self, first: Inputs, boundary: dict[int, Boundary], inputs: Inputs
+    ) -> dict[int, Boundary] | None:
+        """What passes for other inputs: each dim as many times larger as in the traced forward; None: by no share."""
+        before, now = self.trace(first), self.trace(inputs)
+        found: dict[int, Boundary] = {}
+        for stage, known in boundary.items():
+            shapes = [
+                _scaled(*each) for each in zip((shape for shape, _ in known), before[stage], now[stage], strict=False)
+            ]
+            if not len(known) == len(before[stage]) == len(now[stage]) or None in shapes:
+                return None
+            found[stage] = tuple((shape, dtype) for shape, (_, dtype) in zip(shapes, known, strict=True) if shape)
+        return found
 
     def _learn(self, inputs: Inputs) -> dict[int, Boundary]:
         known: dict[int, Boundary] = {}
@@ -162,6 +193,14 @@ class Transport:
                 f"take {num_micro_batches} micro-batches: {str(error).splitlines()[0]} Change mb or the schedule"
             ) from error
         return schedule, stages
+
+
+def _scaled(shape: tuple[int, ...], before: tuple[int, ...], now: tuple[int, ...]) -> tuple[int, ...] | None:
+    """A shape of this rank's, of which the whole was `before` and is `now`; None where the division leaves a rest."""
+    if not len(shape) == len(before) == len(now):
+        return None
+    dims = list(zip(shape, before, now, strict=True))
+    return None if any(a * c % max(b, 1) for a, b, c in dims) else tuple(a * c // b if b else a for a, b, c in dims)
 
 
 def _same(output: torch.Tensor, target: Any) -> torch.Tensor:
