@@ -20,7 +20,7 @@ from shardwise.plan.eager import inputs_of, received_by
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.hosting import on_node
-from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of, offloaded_of, states_of
+from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, frees_last, gathered_of, offloaded_of, states_of
 from shardwise.plan.plan import V_SHAPED, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Space
@@ -299,7 +299,7 @@ class SizeBounds:
             stages = division.ranks[rank]
             terms = dict(states_of(division, stages, stack))
             gradients = terms.pop("gradients")
-            gathered = gathered_of(division, stages, stack)
+            gathered = gathered_of(division, stages, stack, goes_back=not frees_last(stack))
             if casts_weights(division.plan):
                 gathered = min(gathered, cast_last(division, stages))
             found = sum(terms.values()), gradients, gathered

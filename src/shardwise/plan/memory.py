@@ -219,6 +219,8 @@ def _rank_memory(
     logits = logits_of(division, stack) if any(stage.last for stage in stages) else 0.0
     if logits > again + working:
         loss, freed = {**held, "activations": alive, "logits": logits}, again
+    if frees_last(stack):
+        loss["gathered"] = gathered_of(division, stages, stack, goes_back=False)
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
     sent, backward["gradients"] = sending(division, stages, gradients, stack)
     backward["gathered"] += sent
@@ -327,8 +329,15 @@ def _spares(plan: Plan, stack: Stack) -> bool:
     return stack.spare_grads and (plan.axes.data > 1 or not stack.bucket_grads)
 
 
-def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+def frees_last(stack: Stack) -> bool:
+    """Whether no gradient of a block counts at the loss: what is outside of blocks is gathered there, as one unit."""
+    return stack.one_root and stack.keeps_shards
+
+
+def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack, *, goes_back: bool = True) -> float:
     """Parameters in the compute dtype beside the weights: all, or a block, those ahead of it, and its gradient.
+
+    That is there where the backward pass goes on, `goes_back`, and not at the loss.
 
     Blocks that are apart wait for the end of the backward pass, with their gradients.
     """
@@ -358,7 +367,7 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     if stack.most_gathered < live:
         unit = max((division.largest_product(block) for stage in stages for block, _ in stage.counts), default=0.0)
         live = min(live, max(stack.most_gathered, unit * (1 + plan.communication.prefetch)))
-    gradient = unit if division.workload.trained == 1 else 0.0  # frozen weights have none
+    gradient = unit if division.workload.trained == 1 and goes_back else 0.0  # frozen weights have none
     if stack.keeps_gathered and (division.shards > 1 or (plan.offload.state and stack.offloads_weights)):
         courses = (each for stage in stages for each in recomputed_in(stage, plan))
         live = max(live, sum(division.dense(block) * (n - again) for block, n, again in courses))
