@@ -301,7 +301,10 @@ def test_values_do_not_depend_on_the_number_of_threads() -> None:
 def test_a_model_that_torch_wraps_draws_what_it_does() -> None:
     """`torch.compile(model)` puts a word of its own into names, and weights were other ones."""
     plain = init_model(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), seed=0)
-    build = lambda: torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend="eager")  # noqa: E731
+
+    def build() -> nn.Module:
+        return torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend="eager")
+
     wrapped = init_model(build, seed=0)
     assert [*dict(wrapped.named_parameters())][0] == "_orig_mod.0.weight"
     assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))

@@ -1,5 +1,7 @@
 """Data ranks of a pipeline whose rows, or lengths of rows, are not those of others: shards are gathered by all."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,25 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class Summing(Block):
+    """What it hands on has a number without dims, too."""
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return (out := super().forward(given[0])), given[1] + out.square().sum()
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Summing() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = (x, x.new_zeros(()))
+        for block in self.blocks:
+            state = block(state)
+        return state[0] + 0 * state[1]
+
+
 def build() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(4)))
 
@@ -34,12 +55,12 @@ def rows(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, LENGTHS[step][rank], 8, generator=draw, dtype=torch.float64)
 
 
-def trained(text: str) -> list[float]:
+def trained(text: str, made: Callable[[], nn.Module] = build) -> list[float]:
     """Losses, norms, and the sums of evaluations of seven rows and three."""
     plan = sw.Plan.parse(f"{text} / gbs8 / fp64")
     found: list[float] = []
     with sw.open_mesh(plan) as mesh:
-        placed = sw.apply(build, plan, mesh, sample=torch.zeros(2, 6, 8, dtype=torch.float64))
+        placed = sw.apply(made, plan, mesh, sample=torch.zeros(2, 6, 8, dtype=torch.float64))
         state = sw.TrainState(placed, sw.sgd(placed, lr=0.1))
         step = sw.make_step(state, loss)
         for index in range(len(LENGTHS)):
@@ -58,4 +79,10 @@ def trained(text: str) -> list[float]:
 def test_sizes_that_are_new_to_one_data_rank(world: World, text: str) -> None:
     truth = world(2, trained, "dp2")[0]
     for found in world(4, trained, text, timeout_s=60):
+        assert found == pytest.approx(truth, rel=1e-11)
+
+
+def test_a_number_without_dims_passes_too(world: World) -> None:
+    truth = world(2, trained, "dp2", Sums)[0]
+    for found in world(4, trained, PLANS[0], Sums, timeout_s=60):
         assert found == pytest.approx(truth, rel=1e-11)

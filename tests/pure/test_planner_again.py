@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ DENSE = profile_of(preset("llama-8b")).blocks[0]
 BARE = {"source": "a blog", "date": "2025-10", "interconnect": "", "optimizer": "", "peak_mem_gib": ""}
 
 
-def _setting(**other: object) -> Setting:
-    return Setting(load_cluster("h100:8"), replace(JAX, **other), Axes(), "bf16")  # type: ignore[arg-type]
+def _setting(**other: Any) -> Setting:
+    return Setting(load_cluster("h100:8"), replace(JAX, **other), Axes(), "bf16")
 
 
 def _time(block: Block, **other: object) -> BlockTime:

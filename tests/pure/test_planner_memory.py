@@ -17,7 +17,7 @@ from shardwise.plan import eager_rank
 from shardwise.plan.activations import again_in, kept_in, saved_bytes, saving_of, working_bytes
 from shardwise.plan.division import divide
 from shardwise.plan.hosting import host_lack, on_host
-from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory, states_of
+from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory, gathered_of, states_of
 from shardwise.plan.plan import Axes, Offload, Plan, Schedule
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
@@ -402,6 +402,18 @@ def test_frozen_weights_are_gathered_without_a_gradient() -> None:
         return memory.worst.terms["gathered"]
 
     assert gathered(1.0) - gathered(0.01) == max(block.params for block in profile_of(LLAMA).blocks) * 2
+    (whole, *_), (frozen, *_) = (divided(replace(WORK, trained=trained)) for trained in (1.0, 0.01))
+    assert whole[True] - whole[False] == max(block.params for block in profile_of(LLAMA).blocks) * 2
+    assert frozen[True] == frozen[False] == whole[False]
+
+
+def divided(work: Workload) -> list[dict[bool, float]]:
+    """What is gathered on each rank of a pipeline where the backward pass goes on, and at the loss."""
+    division = divide(profile_of(LLAMA), Plan.parse("fsdp8 bf16"), work)
+    return [
+        {back: gathered_of(division, stages, TORCH, goes_back=back) for back in (True, False)}
+        for stages in division.ranks
+    ]
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,11 @@ def _traced(plan: Plan, asked: Question) -> list[TracedEstimate]:
     from shardwise.diagnose.trace_module import estimate_module_by_trace
 
     ranks = [0, plan.world - 1] if plan.axes.pp > 1 else [0]
+    is_cpu = asked.cluster.device.name.startswith("cpu")
     if asked.spec is not None:
-        return [estimate_by_trace(asked.spec, plan, asked.workload, rank=rank) for rank in ranks]
+        return [estimate_by_trace(asked.spec, plan, asked.workload, rank=rank, is_cpu=is_cpu) for rank in ranks]
     assert asked.factory is not None, "a question without sizes has a module"
-    return [estimate_module_by_trace(asked.factory, plan, asked.workload, rank=rank) for rank in ranks]
+    return [estimate_module_by_trace(asked.factory, plan, asked.workload, rank=rank, is_cpu=is_cpu) for rank in ranks]
 
 
 def _trace_json(traced: TracedEstimate) -> dict[str, object]:

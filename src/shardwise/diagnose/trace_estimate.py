@@ -46,6 +46,9 @@ OPTIMIZERS: Mapping[str, Callable[[Placed], NamedOptimizer]] = {
 }
 """By the names that a workload has for them (`shardwise.plan.workload.STATE_BYTES`): what is traced."""
 
+FEW = 4
+"""Layers of a model that are all traced."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -91,18 +94,22 @@ class TracedEstimate:
         return self.later[self.phase]
 
 
-def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: int = 0) -> TracedEstimate:
+def estimate_by_trace(
+    spec: ModelSpec, plan: Plan, workload: Workload, *, rank: int = 0, is_cpu: bool = True
+) -> TracedEstimate:
     """Peak bytes of live tensors and collectives of one rank of a plan, from real steps of the model with few layers.
 
-    The reference model of the spec is traced at its full width with two and with three layers per pipeline stage (times
-    the period of a recompute pattern) by `trace_step`; layers are equal, so everything between is linear in them. Where
-    the pattern is not the same in all stages, or longer than a third of the layers, all layers are traced.
+    The reference model of the spec is traced at its full width with three and with four layers per pipeline stage
+    (fewer where a stage has fewer; twice and three times the period of a recompute pattern) by `trace_step`; layers are
+    equal, so everything between is linear in them. Up to `FEW` layers, and where the pattern is not the same in all
+    stages, or longer than a third of the layers, all are traced.
 
     Args:
         spec: sizes of a model that `shardwise.models.presets.build` can make.
         plan: any layout; its batch is the workload's.
         workload: sequence length, global batch in sequences, and the optimizer, one of `OPTIMIZERS`.
         rank: of `plan.world`; the ranks of the first and the last pipeline stage hold the embedding and the head.
+        is_cpu: whether ranks sum gradients as gloo does, see `trace_step`.
 
     Raises:
         ModelError: the reference models do not have a part that the spec has, or it has fewer layers than are traced.
@@ -121,10 +128,10 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
     here = _layers_here(firsts, plan, rank)
     depths = _depths(firsts, plan)
     if depths is None:
-        step = trace_step(training_of(spec, workload), plan, rank=rank)
+        step = trace_step(training_of(spec, workload), plan, rank=rank, is_cpu=is_cpu)
         return as_traced(step, rank, spec.num_params)
     on_rank = plan.schedule.stages if plan.axes.pp > 1 else 1
-    traces = [_trace(spec, plan, workload, rank, depth * stages) for depth in depths]
+    traces = [_trace(spec, plan, workload, (rank, is_cpu), depth * stages) for depth in depths]
     layers = (depths[0] * on_rank, depths[1] * on_rank)
     grow = partial(_line, layers, here)
     return TracedEstimate(
@@ -172,8 +179,10 @@ def _line(xs: tuple[int, int], x: int, first: int, second: int) -> int:
 
 
 def _peaks(grow: Callable[[int, int], int], a: StepPeaks, b: StepPeaks) -> dict[str, dict[str, int]]:
-    shared = [part for part in b.parts if part in a.parts]
-    return {part: {kind: grow(a.parts[part][kind], b.parts[part][kind]) for kind in b.parts[part]} for part in shared}
+    found = {part: dict(held) for part, held in b.parts.items()}  # what begins with that many layers stays as it is
+    for part in found.keys() & a.parts.keys():
+        found[part] = {kind: grow(a.parts[part][kind], b.parts[part][kind]) for kind in b.parts[part]}
+    return found
 
 
 def _traffic(grow: Callable[[int, int], int], a: StepPeaks, b: StepPeaks) -> dict[tuple[str, str], Traffic]:
@@ -195,14 +204,19 @@ def by_axis(peaks: StepPeaks) -> dict[tuple[str, str], Traffic]:
 
 
 def _depths(firsts: tuple[int, ...], plan: Plan) -> tuple[int, int] | None:
-    """Layers per stage of two traces that the step is in line with; None: recompute does not begin anew as often."""
+    """Layers per stage of two traces that the step is in line with; None: of few, or where recompute is not regular."""
     count, stages = firsts[-1], len(firsts) - 1
+    if stages == 1 and count <= FEW:
+        return None
     period = _period(plan, count)
     if period == 1 or stages > 1:
         if any((end - start) % period for start, end in pairwise(firsts)):
             return None
-        few = count < 3 * period * stages and stages > 1
-        return (period, 2 * period) if few else (2 * period, 3 * period)
+        if stages > 1 and count < 3 * period * stages:
+            return period, 2 * period
+        if period > 1 or count < 4 * stages:
+            return 2 * period, 3 * period
+        return 3, 4  # three have one in the middle, in whose backward pass weights of both sides may be there
     rest = count % period  # which layers are the last ones' neighbours stays as it is
     return (2 * period + rest, 3 * period + rest) if count >= 3 * period + rest else None
 
@@ -233,13 +247,13 @@ def _layers_here(firsts: tuple[int, ...], plan: Plan, rank: int) -> int:
     return sum(firsts[stage + 1] - firsts[stage] for stage in stages)
 
 
-def _trace(spec: ModelSpec, plan: Plan, workload: Workload, rank: int, num_layers: int) -> StepTrace:
+def _trace(spec: ModelSpec, plan: Plan, workload: Workload, where: tuple[int, bool], num_layers: int) -> StepTrace:
     short = replace(spec, num_layers=num_layers)
     if plan.axes.pp > 1:
         stages = plan.axes.pp * plan.schedule.stages
         starts = tuple(short.block_names[stage * num_layers // stages] for stage in range(1, stages))
         plan = replace(plan, schedule=replace(plan.schedule, boundaries=starts))
-    return trace_step(training_of(short, workload), plan, rank=rank)
+    return trace_step(training_of(short, workload), plan, rank=where[0], is_cpu=where[1])
 
 
 def training_of(spec: ModelSpec, workload: Workload) -> Training:

@@ -29,7 +29,7 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 @aside
 def estimate_module_by_trace(
-    factory: Callable[[], nn.Module], plan: Plan, workload: Workload, *, rank: int = 0
+    factory: Callable[[], nn.Module], plan: Plan, workload: Workload, *, rank: int = 0, is_cpu: bool = True
 ) -> TracedEstimate:
     """Peak bytes of live tensors and collectives of one rank of a plan, from the real step of a module.
 
@@ -43,6 +43,7 @@ def estimate_module_by_trace(
         workload: sequence length, that of the example where the module has one, global batch in samples, and the
             optimizer, one of `OPTIMIZERS`.
         rank: of `plan.world`.
+        is_cpu: whether ranks sum gradients as gloo does, see `trace_step`.
 
     Raises:
         ModelError: a part of the module needs values; another length than its example's.
@@ -53,19 +54,19 @@ def estimate_module_by_trace(
     >>> estimate_module_by_trace(Transformer, Plan.parse("fsdp8 / bf16"), work).peak  # doctest: +SKIP
     """
     check_rows(plan, workload)
-    step = _traced(factory, training_of_module(factory, workload), plan, rank)
+    step = _traced(factory, training_of_module(factory, workload), plan, (rank, is_cpu))
     num_params = sum(parameter.numel() for parameter in on_meta(factory).parameters())
     return as_traced(step, rank, num_params)
 
 
-def _traced(factory: Callable[[], nn.Module], training: Training, plan: Plan, rank: int) -> StepTrace:
+def _traced(factory: Callable[[], nn.Module], training: Training, plan: Plan, where: tuple[int, bool]) -> StepTrace:
     """`trace_step`, in which what the module's own code raises is told as its own.
 
     Raises:
         ModelError: it fails.
     """
     try:
-        return trace_step(training, plan, rank=rank)
+        return trace_step(training, plan, rank=where[0], is_cpu=where[1])
     except FAILURES as error:
         if "finished reduction" in str(error):
             raise ModelError(

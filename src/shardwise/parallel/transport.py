@@ -137,7 +137,9 @@ class Transport:
             ]
             if not len(known) == len(before[stage]) == len(now[stage]) or None in shapes:
                 return None
-            found[stage] = tuple((shape, dtype) for shape, (_, dtype) in zip(shapes, known, strict=True) if shape)
+            found[stage] = tuple(
+                (shape, dtype) for shape, (_, dtype) in zip(shapes, known, strict=True) if shape is not None
+            )
         return found
 
     def _learn(self, inputs: Inputs) -> dict[int, Boundary]:

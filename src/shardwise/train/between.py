@@ -45,7 +45,7 @@ class Between:
             self._left -= 1
             body = Body(self._placed, partial(_tell, self._told))
             _OPEN.append(body)
-            body.__enter__()  # type: ignore[no-untyped-call]
+            body.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return result
 
 
@@ -54,7 +54,7 @@ def leave() -> None:
     if _OPEN:
         _OPEN[0].is_over = True
         if is_innermost(_OPEN[0]):
-            _OPEN.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            _OPEN.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # nor here
 
 
 class Body(TorchFunctionMode):
@@ -79,7 +79,7 @@ class Body(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-class _Operations(Flow):  # type: ignore[no-untyped-call]
+class _Operations(Flow):  # type: ignore[no-untyped-call]  # a mode of torch's, which has no types
     supports_higher_order_operators = True
 
     def __init__(self, placed: Placed, warn: Callable[[str], None]) -> None:

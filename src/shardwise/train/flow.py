@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
+from shardwise.parallel.history import tensors_in
 from shardwise.parallel.torch_private import OperationMode, storage_key
 
 _weakly: Any = StorageWeakRef
@@ -93,7 +94,7 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
                 last is empty where it is of all parameters of a group.
             tell: warns.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.groups = [group for group in groups if len(group) > 1]
         self.in_rule, self.says, self.tell = in_rule, says, tell
         self._read_of: set[str] = set()
@@ -113,14 +114,14 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
         """Every operation comes here."""
         kwargs = kwargs or {}
         if self.in_rule():  # takes gradients that a hook has made, all the same
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 self._check_taken(tensor)
             return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             result = func(*args, **kwargs)
-            self._forget(_tensors((args, kwargs)))  # a sum over ranks is of the whole
+            self._forget(tensors_in((args, kwargs)))  # a sum over ranks is of the whole
             return result
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         known = [(tensor, source) for tensor in given if (source := self._source(tensor)) is not None]
         if not known:
             return func(*args, **kwargs)
@@ -136,7 +137,7 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
                 self._check(tensor, whole, name)
         result = func(*args, **kwargs)
         if whole is not None:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 if whole.is_apart:
                     self._lay(tensor, name, known)
                 self._keep(tensor, _placed(whole, name, known, tensor, _dims(func, args, kwargs)))
@@ -240,21 +241,11 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
             self.tell(self.says("a number that is read and, if it is more than printed,", "them", source.mixed))
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
     if func._schema.is_mutable:
         for place, each in enumerate(func._schema.arguments):
             if each.alias_info is not None and each.alias_info.is_write:
-                yield from _tensors(args[place] if place < len(args) else kwargs.get(each.name))
+                yield from tensors_in(args[place] if place < len(args) else kwargs.get(each.name))
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -131,12 +131,12 @@ def group_names() -> dict[str, list[int]]:
 
 def has_modes() -> bool:
     """Whether a mode that sees every function is on: `torch.overrides._get_current_function_mode`."""
-    return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+    return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def is_innermost(mode: object) -> bool:
     """Whether it is the one that was entered last."""
-    return _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
+    return _get_current_function_mode() is mode  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def is_operation(func: object) -> bool:
