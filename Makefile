@@ -20,7 +20,7 @@ help:
 	@echo "make accuracy [ROWS=file.csv] [OUT=accuracy.json]   the planner against published measurements"
 	@echo "make gpu     the checks that need a CUDA device"
 	@echo "make soak    every test, those that take too long for every change included, with more draws"
-	@echo "make docs    rewrite docs/reference.md, docs/compatibility.md and docs/constraints.md"
+	@echo "make docs    rewrite docs/reference.md, docs/compatibility.md, docs/constraints.md and the plan that README.md shows"
 	@echo "make install, make format   set up .venv; format and mend what ruff can"
 	@echo "make clean   remove caches and .venv (runs/ stays)"
 
@@ -73,6 +73,7 @@ docs: $(STAMP)
 	$(BIN)/python tools/reference.py
 	PYTHONPATH=. $(BIN)/python tools/compatibility.py
 	$(BIN)/python -m shardwise.plan.constraints > docs/constraints.md
+	$(BIN)/python tools/images.py plan
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import images
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
@@ -81,3 +82,19 @@ def test_a_long_name_of_a_moment_has_room() -> None:
     assert len(rank.phase) > 8
     root = picture(memory_picture(memory, list(rank.terms)))
     assert any("MiB, " in (part.text or "") for part in root.iter("text"))
+
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def test_the_picture_of_the_readme_is_that_of_its_plan() -> None:
+    """The plan in it is the best one: README.md shows the command, and what it prints is compared with the page."""
+    drawn = (images.IMAGES / "plan.svg").read_text(encoding="utf-8")
+    plan = ElementTree.fromstring(drawn)[0].text or ""
+    again = images.plan_picture(images.space_asked(), Plan.parse(plan))
+    assert NUMBER.sub("#", drawn) == NUMBER.sub("#", again), "the planner says something else now: make docs"
+    numbers = [[float(number) for number in NUMBER.findall(text)] for text in (drawn, again)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.1), "the planner says something else now: make docs"
+    readme = (images.IMAGES.parents[1] / "README.md").read_text(encoding="utf-8")
+    model, cluster, seq, tokens = images.ASKED
+    assert f"$ shardwise plan {model} {cluster} --seq {seq} --tokens {tokens}\nplan: {plan.split(' / ')[0]}" in readme

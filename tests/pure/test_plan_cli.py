@@ -120,7 +120,7 @@ def test_nothing_fits_exits_1_and_writes_nothing(here: Path) -> None:
 def test_tokens(here: Path) -> None:
     assert count_of("4M") == count_of("4e6") == count_of("4_000_000") == 4e6
     assert [length_of(text) for text in ("8192", "8_192", "8k", "1.5K", "1M")] == [8192, 8192, 8192, 1536, 1 << 20]
-    for text in ("8,192", "0", "-8", "8kb", "1e3", "0.3k", "many", ""):
+    for text in ("8,192", "0", "-8", "8kb", "1e3", "0.3k", "many", "", "8\u0660"):  # the last is Arabic: 80
         with pytest.raises(UsageError, match=r"needed tokens per sample such as 8192, or 8k"):
             length_of(text)
     code, text, _ = invoke(plan, "llama-1b", "h100:8", "--seq", "4k", "--global-batch", "64", "--json")
@@ -222,6 +222,10 @@ def test_a_batch_that_the_devices_do_not_divide_is_remarked() -> None:
     assert any("nearest: 8 or 16" in note for note in asked.assumed)
     asked = question("llama-1b", "h100:8", seq=128, batch=16, tokens=None)
     assert not any("multiple" in note for note in asked.assumed)
+    for batch, nearest in ((7, "4 or 8"), (6, "4 or 8"), (100, "64 or 128")):  # `cp8` was planned without a word
+        asked = question("llama-1b", "h100:8x16" if batch == 100 else "h100:8", seq=128, batch=batch, tokens=None)
+        assert any(f"nearest: {nearest}" in note for note in asked.assumed)
+    assert not any("multiple" in note for note in question("llama-1b", "h100:8", seq=128, batch=2, tokens=None).assumed)
 
 
 def test_the_verbs_are_on_the_help_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,7 +436,7 @@ def test_the_band_is_of_the_device_and_of_the_layout(here: Path) -> None:
     found = json.loads(invoke(estimate, "fsdp8 bf16", *words, "--cluster", "trainium2:8", "--json")[1])
     assert "no measurement of trainium2" in found["time"]["band"]["caution"]
     text = invoke(estimate, "cp8 bf16", *words, "--cluster", "h100:8")[1]
-    assert "(cp): time fewer than 10, so nobody knows" in " ".join(text.split())
+    assert "(cp): fewer than 10, so nobody knows; sources outside the fit" in " ".join(text.split())
 
 
 def test_a_model_without_attention_is_like_no_published_one() -> None:

@@ -371,11 +371,34 @@ def test_neighbours_of_an_axis_have_micro_batches_that_their_data_ranks_can_have
     space = space_of(preset("llama-8b"), cluster("h100:8"), Workload(seq_len=8192, global_batch=32))
     given = estimated(space, Plan.parse("pp4 fsdp2 zero1 / 1f1b mb16 / bf16 / recompute=blocks"))
     reasons = {each.field: each.reason for each in decisions(given, space)}
-    assert re.fullmatch(r"pp2 mb8: .*; pp8 mb32: \S+ (slower|faster)\S*.*", reasons["axes.pp"])
+    assert re.fullmatch(r"pp2 .*mb8: .*; pp8 .*mb32: \S+ (slower|faster)\S*.*", reasons["axes.pp"])
     assert reasons["axes.tp"].startswith("tp2 mb32: ") and "slower" in reasons["axes.tp"]
     assert not [text for text in reasons.values() if "does not divide" in text or "batch.divide" in text]
     fast = estimated(space, Plan.parse("fsdp8 / mb4 / bf16 / recompute=blocks"))
     assert "tp2: " in {each.field: each.reason for each in decisions(fast, space)}["axes.tp"], "fewer are faster there"
+
+
+def test_neighbours_of_an_axis_take_ranks_from_shards_or_replicas_and_have_the_best_schedule() -> None:
+    """`pp4` and `tp2` were refused for shards that were used up (`zero.axis`), and `pp` had a schedule nobody takes."""
+    space = space_of(preset("llama-1b"), cluster("a100-80g:4x2"), Workload(seq_len=2048, global_batch=64))
+
+    def reasons_of(plan: str) -> dict[str, str]:
+        return {each.field: each.reason for each in decisions(estimated(space, Plan.parse(plan)), space)}
+
+    reasons = reasons_of("pp2 dp2 fsdp2 zero2 / interleaved mb16 / bf16")
+    assert "pp4" in reasons["axes.pp"] and "refused" not in reasons["axes.pp"] + reasons["axes.tp"]
+    assert "dp2 fsdp1: refused" not in reasons_of("fsdp2 cp4 zero2 / mb16 / bf16")["data"]
+    said = re.search(
+        r"pp2( \S+ vs\d| zero-bubble\S*| interleaved)( mb\d+)?: ", reasons_of("fsdp8 / mb8 / bf16")["axes.pp"]
+    )
+    assert said, "one forward, one backward is not the best of two ranks"
+
+
+def test_what_is_recomputed_is_said_as_a_plan_spells_it() -> None:
+    space = space_of(preset("llama-1b"), cluster("h100:2"), Workload(seq_len=2048, global_batch=8))
+    for word in ("every2", "75%", "ops"):
+        why = decisions(estimated(space, Plan.parse(f"fsdp2 / bf16 / recompute={word}")), space)
+        assert next(each.value for each in why if each.field == "recompute.mode") == word
 
 
 def test_a_neighbour_that_is_forbidden_is_called_so() -> None:

@@ -104,6 +104,16 @@ def test_many_micro_batches_of_a_deep_pipeline_are_drawn_in_part() -> None:
     assert f"idle: bubble and sends {seconds(chosen.time.terms['pipeline'])}" in text
 
 
+def test_of_what_grows_with_micro_batches_as_many_parts_are_drawn() -> None:
+    """A step drawn with 16 of 64 ended in the waiting of all 64: as if a third of it were lost."""
+    step, chosen, _ = drawn("pp4 tp8 / 1f1b mb64 / bf16 / seq")
+    whole = chosen.time.terms["stragglers"]
+    for lane in step.lanes:
+        [waiting] = [piece.end - piece.start for piece in lane.compute if piece.what == "stragglers"]
+        assert waiting == pytest.approx(whole * 16 / 64)
+    assert step.seconds["stragglers"] == ("other", pytest.approx(whole))
+
+
 def test_the_colours_tell_recompute_from_backward_and_hidden_from_exposed() -> None:
     _, chosen, space = drawn("fsdp32 / mb2 / bf16 / recompute=blocks")
     text = step_picture(Search(goal="time", space=space, ranked=(chosen,)), chosen)

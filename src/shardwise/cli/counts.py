@@ -18,7 +18,7 @@ def count_of(text: str) -> float:
     Raises:
         UsageError: no number, an unknown unit, or more than `MOST`.
     """
-    match = re.fullmatch(r"([\d_.]+(?:[eE]\d+)?)\s*([a-zA-Z]?)", text.strip())
+    match = re.fullmatch(r"([0-9_.]+(?:[eE][0-9]+)?)\s*([a-zA-Z]?)", text.strip())
     unit = match.group(2).lower() if match else ""
     try:
         if match is None or (unit and unit not in UNITS):
@@ -40,7 +40,7 @@ def length_of(text: str) -> int:
     >>> length_of("8k"), length_of("1.5k")
     (8192, 1536)
     """
-    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([kKmM]?)", text.strip())
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kKmM]?)", text.strip())
     count = float(match.group(1)) * 2 ** (UNITS[match.group(2).lower()] if match.group(2) else 0) if match else 0.0
     if not 1 <= count <= MOST or count % 1:
         raise UsageError(f"--seq {text!r}: needed tokens per sample such as 8192, or 8k (8 x 1024), at least 1")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -50,6 +50,8 @@ from shardwise.plan.search import HEADROOM, Candidate, Search, find_plan
 from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.stack import Stack
 from shardwise.records import write_text
+
+_T = TypeVar("_T")
 
 
 def plan(
@@ -95,14 +97,12 @@ def plan(
         _check(whole, asked, found.space.stack)
         made = made_for(model, cluster, asked, goal, words, stack)
         save_plan(whole, out, replace(made, price=price, adapters=adapters, base=base))
-    with waiting("searching for the front of memory against time"):
-        points = found.front if front or html else None  # a search of its own
+    points = _found("the front of memory against time", lambda: found.front) if front or html else None
     if html:
         from shardwise.plan.page import page
 
         write_text(html, page(found, (*asked.assumed, *assumed_of(whole, asked.cluster))))
-    with waiting("searching for what would fit"):
-        advice = () if found.best else advise(found.space)
+    advice = () if found.best else _found("what would fit", lambda: advise(found.space))
     if json:
         files = {"written": str(out) if found.best else None, "html": str(html) if html else None}
         print_json({**search_json(found, whole, asked), **_more_json(found, points, advice), **files})
@@ -111,6 +111,12 @@ def plan(
         _show(found, whole, asked, out, points if front else None)
     if not found.best:
         raise typer.Exit(ExitCode.REFUSED)
+
+
+def _found(what: str, search: Callable[[], _T]) -> _T:
+    """The answer of a search of its own, of which a terminal is told."""
+    with waiting(f"searching for {what}"):
+        return search()
 
 
 def _check_places(out: Path, html: Path | None, **inputs: str) -> None:

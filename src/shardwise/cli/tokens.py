@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 
 from shardwise.cli.counts import MOST, UNITS, count_of
 from shardwise.errors import UsageError
+from shardwise.plan.repair import divisors
 from shardwise.plan.search import near_batches
 
 NEAR = 0.05
@@ -56,10 +58,16 @@ def _samples(tokens: str, wanted: float, seq: int, world: int) -> int:
 
 
 def _remark(batch: int, world: int) -> list[str]:
-    """Where the devices do not divide a batch that is larger than they are many."""
-    if batch < world or batch % world == 0:
+    """Where few layouts divide a batch: devices and batch, whichever is more, is no multiple of the other.
+
+    >>> _remark(16, 128), _remark(100, 128)[0].rpartition("; ")[2]
+    ([], 'nearest: 64 or 128')
+    """
+    if max(batch, world) % min(batch, world) == 0:
         return []
-    near = " or ".join(map(str, near_batches(batch, world)))
+    sizes = divisors(world)
+    near = near_batches(batch, world) if batch > world else sizes[(at := bisect(sizes, batch)) - 1 : at + 1]
     return [
-        f"global batch: {batch} samples are no multiple of {world} devices: few layouts divide them; nearest: {near}"
+        f"global batch: {batch} samples and {world} devices, neither a multiple of the other: few layouts divide them; "
+        f"nearest: {' or '.join(map(str, near))}"
     ]

@@ -83,15 +83,12 @@ def likeness(plan: Plan, profile: Profile) -> str:
     And of all runs of sources outside the fit (but for the constants that docs/planner.md names): what to expect of a
     cluster that nobody has seen.
     """
-    kind = kind_of(plan, experts=profile.experts > 0)
-    said = []
-    for what in ("time", "memory"):
-        found = band_of_kind(what, kind)
-        known = f"{_halves(found)} of {found.rows:,}" if found else f"fewer than {FEW}, so nobody knows"
-        said.append(f"{what} {known}")
-    text = f"published runs laid out as this plan is ({kind}): {'; '.join(said)}"
+    kind, few = kind_of(plan, experts=profile.experts > 0), f"fewer than {FEW}, so nobody knows"
+    known = {what: band_of_kind(what, kind) for what in ("time", "memory")}
+    said = [f"{what} {f'{_halves(found)} of {found.rows:,}' if found else few}" for what, found in known.items()]
+    text = f"published runs laid out as this plan is ({kind}): {'; '.join(said) if any(known.values()) else few}"
     others = ", ".join(f"{what} {_halves(_band(entry))}" for what, entry in _table()["elsewhere"].items())
-    text += f"; of sources outside the fit (docs/planner.md names what was set in view of them): {others}"
+    text += f"; sources outside the fit (docs/planner.md): {others}"
     if not any(block.attentions for block in profile.blocks):
         text += "; none of them is of a model without attention"
     return text

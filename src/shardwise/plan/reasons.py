@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class Decision:
 def decisions(candidate: Candidate, space: Space, goal: Goal = "time") -> tuple[Decision, ...]:
     """One sentence per decision: what the nearest other values of that field alone would do, to what is to be least.
 
-    Cost: two estimates per field.
+    Cost: two estimates per field; of pipeline ranks some 30 per neighbour, half a second for 16,384 devices.
     """
     found = []
     for name, value, others in _neighbours(candidate.plan, space):
@@ -43,8 +44,8 @@ def decisions(candidate: Candidate, space: Space, goal: Goal = "time") -> tuple[
         for label, plan in others:
             if outcome := _outcome(plan, candidate, space, goal):
                 best[label] = min(best.get(label, outcome), outcome, key=lambda each: each.rank)
-        texts = [f"{label}{_batch_said(name, each, candidate.plan)}: {each.text}" for label, each in best.items()]
-        found.append(Decision(name, value, "; ".join(texts) or "nothing else is"))
+        texts = [f"{label}{_more_said(name, each, candidate.plan)}: {each.text}" for label, each in best.items()]
+        found.append(Decision(name, value, "; ".join(texts) or "no other value alone is possible"))
     return tuple(found)
 
 
@@ -62,11 +63,16 @@ class _Outcome(NamedTuple):
     plan: Plan
 
 
-def _batch_said(name: str, outcome: _Outcome, best: Plan) -> str:
-    """The micro-batches of a neighbour in another field that is not refused, where they are not those of the plan."""
-    count, (kind, _) = outcome.plan.batch.micro_batches, outcome.rank
-    is_said = name.startswith("axes.") and kind < REFUSED and count != best.batch.micro_batches
-    return f" mb{count}" if is_said else ""
+def _more_said(name: str, outcome: _Outcome, best: Plan) -> str:
+    """What else of a neighbour that is not refused is other than in the plan: its schedule, stages, micro-batches."""
+    other, (kind, _) = outcome.plan, outcome.rank
+    if kind >= REFUSED:
+        return ""
+    schedule, count, said = other.schedule, other.batch.micro_batches, ""
+    if other.axes.pp > 1 and schedule != best.schedule:
+        said = f" {schedule.kind}" if name != "schedule.kind" else ""
+        said += f" vs{schedule.stages_per_rank}" if schedule.stages_per_rank else ""
+    return said + (f" mb{count}" if name.startswith("axes.") and count != best.batch.micro_batches else "")
 
 
 def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple[str, Plan]]]]:
@@ -94,10 +100,10 @@ def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple
         [(f"mb{n}", change(plan, batch__micro_batches=n)) for n in near],
     )
     if axes.pp > 1:
-        kinds = [kind for kind in SCHEDULES if kind != plan.schedule.kind]
-        yield "schedule.kind", plan.schedule.kind, [(k, plan.with_(schedule=Schedule(kind=k))) for k in kinds]
+        schedules = [each for each in _schedules(axes.pp, space) if each.kind != plan.schedule.kind]
+        yield "schedule.kind", plan.schedule.kind, [(each.kind, plan.with_(schedule=each)) for each in schedules]
     modes = [Recompute(mode=m) for m in ("none", "ops", "blocks") if m != plan.recompute.mode]
-    yield "recompute.mode", plan.recompute.mode, [(f"recompute={r.mode}", plan.with_(recompute=r)) for r in modes]
+    yield "recompute.mode", _recomputed(plan), [(f"recompute={r.mode}", plan.with_(recompute=r)) for r in modes]
     if axes.tp > 1:
         other = not plan.tensor.sequence
         label = "with seq" if other else "without seq"
@@ -116,27 +122,48 @@ def _around(value: int, known: list[int]) -> list[int]:
     return [n for n in known if n < value][-1:] + [n for n in known if n > value][:1]
 
 
-def _resized(plan: Plan, axis: str, degree: int, space: Space) -> list[Plan]:
-    """The axis at another degree, the data axis in use taking or giving the ranks; options go with their axis.
+def _schedules(pp: int, space: Space) -> list[Schedule]:
+    """Every schedule of so many ranks with every number of stages; of a kind that is forbidden, its usual one."""
+    known = space.schedules(pp)
+    return [*known, *(Schedule(kind=kind) for kind in SCHEDULES if kind not in {each.kind for each in known})]
 
-    With as many micro-batches as before, and with as many as keep their size: other data ranks have other shares.
+
+def _recomputed(plan: Plan) -> str:
+    """What is recomputed, in the words of a shorthand."""
+    policy = plan.recompute
+    return {"every": f"every{policy.every}", "ratio": f"{policy.ratio:.0%}"}.get(policy.mode, policy.mode)
+
+
+def _resized(plan: Plan, axis: str, degree: int, space: Space) -> list[Plan]:
+    """The axis at another degree, shards or replicas taking or giving the ranks; options go with their axis.
+
+    With as many micro-batches as before, and with as many as keep their size: other data ranks have other shares. Of
+    another number of pipeline ranks every schedule.
     """
-    other = resize(plan, axis, degree)
-    if other.axes.tp == 1:
-        other = change(other, tensor__sequence=False, tensor__loss=False)
-    if other.axes.pp == 1:
-        other = other.with_(schedule=Schedule())
-    if other.axes.cp == 1:
-        other = other.with_(context=Context())
-    if other.axes.pp > 1 and other.batch.micro_batches < other.axes.pp and plan.axes.pp < other.axes.pp:
-        other = change(other, batch__micro_batches=other.axes.pp)
-    samples = space.workload.global_batch // (plan.axes.data * plan.batch.micro_batches)
-    count, rest = divmod(space.workload.global_batch, other.axes.data * max(1, samples))
-    return [other] if rest or not count else [other, change(other, batch__micro_batches=count)]
+    others = [resize(plan, axis, degree)]
+    ranks, rest = divmod(plan.axes.dp_replicate * getattr(plan.axes, axis), degree)
+    if plan.zero and plan.axes.dp_replicate > 1 and axis != "ep" and not rest:
+        others.append(change(plan, **{f"axes__{axis}": degree, "axes__dp_replicate": ranks}))
+    found = []
+    for other in others:
+        if other.axes.dp_shard == 1 and other.axes.dp_replicate > 1:
+            other = change(other, offload__state=False).with_(zero=0)
+        if other.axes.tp == 1:
+            other = change(other, tensor__sequence=False, tensor__loss=False)
+        if other.axes.cp == 1:
+            other = other.with_(context=Context())
+        if other.axes.pp > 1 and other.batch.micro_batches < other.axes.pp and plan.axes.pp < other.axes.pp:
+            other = change(other, batch__micro_batches=other.axes.pp)
+        pp, samples = other.axes.pp, space.workload.global_batch // (plan.axes.data * plan.batch.micro_batches)
+        count, rest = divmod(space.workload.global_batch, other.axes.data * max(1, samples))
+        counts = [other] if rest or not count else [other, change(other, batch__micro_batches=count)]
+        schedules = _schedules(pp, space) if axis == "pp" and pp > 1 else [other.schedule if pp > 1 else Schedule()]
+        found += [each.with_(schedule=schedule) for each, schedule in product(counts, schedules)]
+    return found
 
 
 def _split(plan: Plan, replicas: int, shards: int) -> Plan:
-    zero = 0 if shards == 1 and plan.axes.cp == 1 else plan.zero or 3
+    zero = 0 if shards == 1 else plan.zero or 3  # replicas alone share no states, of `cp` ranks neither
     state = plan.offload.state and zero > 0
     return change(
         plan, axes__dp_replicate=replicas, axes__dp_shard=shards, offload__state=state

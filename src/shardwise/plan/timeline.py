@@ -34,6 +34,8 @@ INSIDE = ("compute", "recompute", "tensor", "context", "expert", "imbalance", "p
 SENT = ("stall", "offload", "update-sends", "loading")
 """Of the others, those in which the device waits for what is sent."""
 
+GROWING = ("host", "stragglers")
+"""Of the others, those that grow with the micro-batches."""
 UPDATE = ("optimizer", "muon")
 """And those that compute the update."""
 
@@ -111,7 +113,7 @@ def timeline_of(space: Space, chosen: Candidate) -> Timeline:
         end = _draw_passes(lanes[0], _passes(slowest), data, count)
     else:
         lanes, end, drawn = _draw_pipeline(division, space.cluster, stack, ranks, data)
-    ends = [_draw_rest(lane, end, step, data, plan) for lane in lanes]
+    ends = [_draw_rest(lane, end, step, data, plan, drawn / count) for lane in lanes]
     sums = _sums(step, _passes(slowest), count)
     return Timeline(lanes=tuple(lanes), end=max(ends), seconds=sums, drawn=drawn)
 
@@ -233,16 +235,22 @@ def _draw_pipeline(
     return lanes, timeline.total, drawn.batch.micro_batches
 
 
-def _draw_rest(lane: Lane, at: float, step: StepTime, data: _Data, plan: Plan) -> float:
-    """What follows the passes: what is left of the data axes, then the update and the other terms."""
+def _draw_rest(lane: Lane, at: float, step: StepTime, data: _Data, plan: Plan, share: float) -> float:
+    """What follows the passes: what is left of the data axes, then the update and the other terms.
+
+    Of what grows with the micro-batches the `share` that is drawn.
+    """
     if plan.axes.pp > 1:
-        at = _add(lane.sent, at, data.ahead + data.after, "exposed", "gathers and reductions that nothing hides")
+        parts = zip((data.ahead, data.after), data.each, strict=True)
+        left = sum(took * (share if each else 1.0) for took, each in parts)
+        at = _add(lane.sent, at, left, "exposed", "gathers and reductions that nothing hides")
     elif not data.each[1]:
         at = _add(lane.sent, at, data.after, "exposed", "gathers and reductions that nothing hides")
     rest = {name: value for name, value in step.terms.items() if name not in INSIDE}
     for name in sorted(rest, key=lambda name: (name not in SENT, name == "stragglers")):
         kind = "exposed" if name in SENT else "optimizer" if name in UPDATE else "other"
-        at = _add(lane.sent if name in SENT else lane.compute, at, rest[name], kind, name)
+        took = rest[name] * (share if name in GROWING else 1.0)
+        at = _add(lane.sent if name in SENT else lane.compute, at, took, kind, name)
     return at
 
 
