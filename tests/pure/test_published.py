@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -396,6 +397,9 @@ def test_report_and_page(rows: dict[str, Row]) -> None:
     assert list(numbers["by_source"]) == ["fsdp"] and numbers["by_source"]["fsdp"]["chosen"]["jobs"] == 1
     text = page(three, numbers)
     assert "5 rows, 3 used" in text and "`fsdp-1`" in text and "median loss 4.0 %" in text
+    assert text.index("## At a glance") < text.index("## How a row is read") < text.index("## By source")
+    named = re.search(r"^\| fsdp \| (.*?) \| 3 \|", text, re.MULTILINE)
+    assert named and rows["fsdp-1"].source.startswith(named[1]), "whose abbreviation it is"
 
 
 def test_a_plan_that_the_planner_refuses_is_counted(rows: dict[str, Row]) -> None:

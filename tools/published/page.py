@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from published.constants import table, tables
+from published.rows import Row
 from published.scatter import draw_scatter
 from published.score import Result, chosen, memories, oom, spread, summary, times
 
 HEAD = """# Planner accuracy
 
-How far `estimate_time` and `estimate_memory` are from measurements that others published. `make accuracy` writes this
-page, from any file with the same columns: `make accuracy ROWS=file.csv OUT=accuracy.json`. Errors are predicted /
-measured - 1: median and 90th percentile of their size, bias the median with its sign.
-
-Each row becomes a model, a cluster, a plan, a workload and a software stack (`tools/published/`). What a row does not
-say is the default of its stack; nothing depends on which row or source it is. Where nothing is said of recompute, and
-our estimate would not fit without it, the least recompute that fits is assumed (of DeepSpeed, FSDP1, eager PyTorch and
-JAX that of whole blocks, their one switch): such rows count in all figures, and those of out of memory are given
-without them too. So for weights and states in 16 bits, where a trainer's row
-names such a type and nothing else would fit. Where no micro-batch is printed, the one that fits and is predicted
-fastest is taken, as whoever printed none has looked for it. Memory is compared as the source counts it: allocated,
-reserved by the allocator, or used on the device. A row counts as out of memory where its notes say so.
+How far `estimate_time` and `estimate_memory` are from measurements that others published. Errors are predicted /
+measured - 1: median and 90th percentile of their size; bias is the median with its sign. What a prediction may know
+of a run stands [below](#how-a-row-is-read). `make accuracy` writes this page, from any file with the same columns:
+`make accuracy ROWS=file.csv OUT=accuracy.json`.
 """
+READ = (
+    "Each row becomes a model, a cluster, a plan, a workload and a software stack (`tools/published/`). Nothing "
+    "depends\non which row or source it is."
+)
+READ_AS = (
+    ("nothing of a setting", "the default of its stack"),
+    (
+        "nothing of recompute, and our estimate would not fit without",
+        "the least recompute that fits; of DeepSpeed, FSDP1, eager PyTorch and JAX that of whole blocks, their one "
+        "switch. Such rows count in all figures; those of out of memory are given without them too",
+    ),
+    (
+        "a type of 16 bits of a trainer, and nothing else would fit",
+        "weights and states in it; they count in the same way",
+    ),
+    (
+        "no micro-batch",
+        "the one that fits and is predicted fastest, as whoever printed none has looked for it",
+    ),
+    ("memory", "memory as its source counts it: allocated, reserved by the allocator, or used on the device"),
+    ("in its notes that it ran out of memory", "a plan that must not fit"),
+)
 WORST = 10
 
 
@@ -56,8 +72,11 @@ def page(results: Sequence[Result], report: Mapping[str, Any]) -> str:
         _glance(results, report),
         "![predicted against measured time](images/accuracy-time.png)",
         "![predicted against measured memory](images/accuracy-memory.png)",
+        "## How a row is read",
+        READ,
+        table(("where a row says", "it is predicted with"), READ_AS),
         "## By source",
-        _by(sources),
+        _by(sources, {name: _publisher(group[0].row) for name, group in sources.items()}),
         "## By kind of layout",
         _by(kinds),
         "## The worst rows",
@@ -109,7 +128,14 @@ def _glance(results: Sequence[Result], report: Mapping[str, Any]) -> str:
     return lines[0] + "\n\n" + "\n".join(lines[1:])
 
 
-def _by(groups: Mapping[str, Sequence[Result]]) -> str:
+def _publisher(row: Row) -> str:
+    """Who published a row: a repository, or the first words of its source."""
+    found = re.match(r"[\w.-]+/[\w.-]+", row.source) or re.match(r"[^(]*?(?= \(| src/| section |$)", row.source)
+    return found[0] if found else row.source
+
+
+def _by(groups: Mapping[str, Sequence[Result]], of: Mapping[str, str] | None = None) -> str:
+    """A line for each group; `of`: what else is said of them."""
     rows = []
     for name, group in sorted(groups.items(), key=lambda item: -len(item[1])):
         numbers, best = summary(group), chosen(group)
@@ -117,6 +143,7 @@ def _by(groups: Mapping[str, Sequence[Result]]) -> str:
         rows.append(
             (
                 name,
+                *([of[name]] if of else []),
                 len(group),
                 " / ".join(_spread_cells(times(group))),
                 " / ".join(_spread_cells(memories(group))),
@@ -127,6 +154,7 @@ def _by(groups: Mapping[str, Sequence[Result]]) -> str:
         )
     head = (
         "",
+        *(["published by"] if of else []),
         "rows",
         "time: median / p90 / bias",
         "memory: median / p90 / bias",

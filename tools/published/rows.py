@@ -49,7 +49,9 @@ class Row:
 
     id: str
     group: str
-    """The id up to its first '-': the source."""
+    """The id up to its last '-': the source."""
+    source: str
+    """Where it was published, as the file says it."""
     kind: str
     """Kind of layout: the axes in use and how data ranks share."""
     spec: ModelSpec
@@ -166,6 +168,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     return Row(
         id=cells["id"],
         group=cells["id"].rsplit("-", 1)[0],
+        source=cells["source"],
         kind=kind_of(plan, experts=spec.kind == "moe"),
         spec=spec,
         cluster=cluster,

@@ -38,7 +38,7 @@ from shardwise.plan.timing import StepTime, estimate_time
 
 Goal = Literal["time", "cost", "memory"]
 ALIKE = 0.002
-"""Scores that differ by less, relatively, count as equal, and the simpler plan is preferred."""
+"""Width of a class of scores, relatively: of one class the simplest plan is preferred."""
 EXACT = 32
 """Beyond so many devices, of blocks that are cut alike but for how context is exchanged, and for sequence and loss
 parallelism, only the fastest is followed; and smaller micro-batches once larger ones have been."""
