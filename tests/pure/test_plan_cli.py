@@ -148,8 +148,8 @@ def test_round_tokens_become_a_batch_that_the_devices_divide(
     asked = question("llama-8b", cluster, seq=seq, batch=None, tokens=tokens)
     assert asked.workload.global_batch == samples
     assert any(note.startswith("tokens: ") and said in note for note in asked.assumed)
-    poor = samples > asked.cluster.world and samples % asked.cluster.world > 0
-    assert any("no multiple of" in note for note in asked.assumed) is poor
+    poor = max(samples, asked.cluster.world) % min(samples, asked.cluster.world) > 0
+    assert any("neither a multiple of" in note for note in asked.assumed) is poor
 
 
 def test_what_tokens_were_read_as_is_in_the_json(here: Path) -> None:

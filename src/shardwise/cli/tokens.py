@@ -63,7 +63,7 @@ def _remark(batch: int, world: int) -> list[str]:
     >>> _remark(16, 128), _remark(100, 128)[0].rpartition("; ")[2]
     ([], 'nearest: 64 or 128')
     """
-    if max(batch, world) % min(batch, world) == 0:
+    if batch < 1 or max(batch, world) % min(batch, world) == 0:  # none at all is refused by `Workload`
         return []
     sizes = divisors(world)
     near = near_batches(batch, world) if batch > world else sizes[(at := bisect(sizes, batch)) - 1 : at + 1]
