@@ -17,7 +17,7 @@ from shardwise.plan import eager_rank
 from shardwise.plan.activations import again_in, kept_in, saved_bytes, saving_of, working_bytes
 from shardwise.plan.division import divide
 from shardwise.plan.hosting import host_lack, on_host
-from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory, gathered_of, states_of
+from shardwise.plan.memory import STATES, WORKSPACE, Memory, RankMemory, estimate_memory, gathered_of, states_of
 from shardwise.plan.plan import Axes, Offload, Plan, Schedule
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
@@ -84,6 +84,17 @@ def test_megatron_keeps_18_bytes_per_parameter_and_divides_12_by_zero_1() -> Non
     states = ("weights", "master", "gradients", "optimizer")
     assert sum(whole[name] for name in states) == 18 * count
     assert sum(shared[name] for name in states) == (2 + 4 + 12 / 4) * count
+
+
+@pytest.mark.parametrize(("plan", "tp"), [("dp4 bf16", 1), ("tp2 fsdp2 zero1 bf16 / mb2", 2), ("pp2 bf16 / mb4", 1)])
+def test_placeholders_for_gradients_are_of_one_block_in_the_type_of_what_is_computed(plan: str, tp: int) -> None:
+    block = profile_of(LLAMA).blocks[0]
+    share = block.params - block.split_params + block.split_params / tp
+    without = _terms(plan, stack=replace(MEGATRON, placeholds_grads=False))
+    assert _terms(plan, stack=MEGATRON)["buckets"] - without.get("buckets", 0.0) == 2 * share
+    frozen = replace(WORK, trained=0.01)
+    few = estimate_memory(profile_of(LLAMA), Plan.parse(plan), frozen, stack=MEGATRON).worst.terms
+    assert "buckets" not in few, "the gradients of adapters are no product's of the stack"
 
 
 def test_one_f_one_b_keeps_as_many_micro_batches_as_stages_follow() -> None:
@@ -336,9 +347,7 @@ def test_boundaries_that_make_no_stages_are_refused(names: tuple[str, ...]) -> N
 
 def test_holes_arise_in_what_comes_and_goes() -> None:
     memory = estimate_memory(profile_of(LLAMA), Plan.parse("dp8 bf16"), WORK, stack=MEGATRON)
-    passing = memory.allocated - sum(
-        memory.worst.terms[name] for name in ("weights", "master", "gradients", "optimizer")
-    )
+    passing = memory.allocated - sum(memory.worst.terms[name] for name in STATES)
     assert memory.worst.passing == pytest.approx(passing)
     assert memory.reserved - memory.held == pytest.approx(
         memory.allocated + MEGATRON.fragmentation * passing + WORKSPACE

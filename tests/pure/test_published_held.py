@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from published.stacks import BUCKET, CHUNKED, HOLES, KEPT, LIMITED, LOOP_LOSS, MASKED, UNFUSED_LOSS
+from published.stacks import BUCKET, CHUNKED, HOLES, KEPT, LIMITED, LOOP_LOSS, MASKED, SCORES, UNFUSED_LOSS
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
@@ -154,6 +154,9 @@ def test_rows_say_where_logits_are_whole_and_in_which_type_gradients_add_up() ->
         ("tune-1", {"notes": "max reserved, packed"}, 0.0, inf),
         ("tune-1", {"notes": "max reserved; Alpaca of 2,000 samples, packed"}, 0.0, inf),
         ("tune-1", {"notes": "max reserved; Alpaca as it is"}, HOLES, inf),
+        ("tune-1", {"notes": "unfused attention"}, SCORES, inf),
+        ("tune-1", {"notes": "max reserved; unfused attention; samples as they are"}, HOLES, inf),
+        ("tune-1", {"notes": "unfused attention; expandable segments"}, 0.0, inf),
     ],
 )
 def test_freed_blocks_by_the_words_of_a_row(base: str, cells: dict[str, str], share: float, most: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from published.attention import SDPA
-from published.stacks import GATHERS_AGAIN, KERNELS, TWICE_LOSS, UNFUSED_LOSS
+from published.stacks import GATHERS_AGAIN, KERNELS, LIBRARY, TWICE_LOSS, UNFUSED_LOSS
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
@@ -128,6 +128,10 @@ def test_a_clamped_gate_apart_keeps_both_parts_twice() -> None:
 def test_what_torch_and_cuda_of_a_date_hold() -> None:
     context = [variant("tune-1", **BARE | {"date": date}).stack.context for date in ("2022-06", "2023-06")]
     assert context == [KERNELS, 0.0], "every kernel is loaded at the start before CUDA 11.7"
+    trained = [variant("tune-1", **BARE | {"source": "HF Trainer", "date": date}) for date in ("2022-06", "2023-06")]
+    assert [row.stack.context for row in trained] == [KERNELS, LIBRARY], "those of a trainer's libraries"
+    kept = [variant("core-8", **BARE | {"date": date}).stack.placeholds_grads for date in ("2025-03", "2025-06")]
+    assert kept == [False, True], "Transformer Engine keeps a placeholder per shape from its version 2.3"
     old = [variant("old-1", source=source).stack.context for source in ("Megatron-LM log", "Megatron-DeepSpeed log")]
     assert old[0] == KERNELS < old[1], "the memory beside its tensors is that of DeepSpeed's fork"
     assert variant("old-1", source="Megatron-DeepSpeed log", date="2024-06").stack.context == 0.0, "of its time"
@@ -215,7 +219,13 @@ def test_a_peak_of_no_kind_is_what_the_device_shows_of_pytorchs_loops() -> None:
     for base, kind in (("new-2", "device"), ("zero-1", "device"), ("core-8", "reserved"), ("fsdp-2", "reserved")):
         row = variant(base, **BARE | {"notes": "DeepSpeed" if base == "zero-1" else "", "peak_mem_gib": "20"})
         assert row.memory_kind == kind, base
-    for words, kind in (("max reserved", "reserved"), ("peak memory allocated", "allocated"), ("nvidia-smi", "device")):
+    torch = ("peak memory of torch", "allocated")
+    for words, kind in (
+        ("max reserved", "reserved"),
+        ("peak memory allocated", "allocated"),
+        torch,
+        ("nvidia-smi", "device"),
+    ):
         assert variant("new-2", **BARE | {"notes": words, "peak_mem_gib": "20"}).memory_kind == kind
 
 

@@ -25,7 +25,7 @@ _DOUBTS = (
 _OOM = r"^(\[[^\]]*\] )?(oom|out of memory|cuda out of memory|ran out of memory)\b"
 _ALLOCATED = (
     r"(max_memory_|(peak|max)[ _-]|rank-?\d+ )allocated|max_mem(ory)?_alloc|peak active|allocated \w+ printed|"
-    r"allocated is in the memory|(torch|peak) memory allocated"
+    r"allocated is in the memory|(torch|peak) memory allocated|(peak|max)\w* memory (of|by) (py)?torch\b"
 )
 _UNFIT = r"\booms?\b|out[ -]of[ -]memory|(does|did) not fit|(doesn't|didn't) fit|exceeds (the )?(device |gpu )?memory"
 

@@ -63,6 +63,8 @@ PREFETCHES = 2023.0
 """Year from which gathers of DeepSpeed and FSDP1 are seen to run beside what computes."""
 CORE_SINCE = 2023.0
 """Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
+PLACEHOLDS = 2025.4
+"""Year from which Transformer Engine keeps one empty gradient per shape of weight (2.3: its pull request 1651)."""
 FUSED_CORE = 2024.25
 """Until when Megatron-Core's loss is operations one after the other (its `cross_entropy_loss_fusion` came with 0.6)."""
 WEIGHED = 2025.5
@@ -169,6 +171,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, grad_bytes=4.0 if "fp32" in said.group() else 2.0)
     if name in CORE and cells.has(_OVERLAPS_PRODUCTS):
         stack = replace(stack, overlap_tensor=_preset("megatron-bridge").overlap_tensor)
+    if name in CORE and cells.year < PLACEHOLDS:
+        stack = replace(stack, placeholds_grads=False)
     if name in CORE and cells.year < FUSED_CORE:
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
     if name == "deepspeed" and cells.year < STAGED:
@@ -332,10 +336,16 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, context=max(stack.context, KERNELS))
     if stack.name == "fsdp1" and cells.year < LIMITED and not cells.noted(_HELD_BACK):
         stack = replace(stack, gathers_ahead=True)
-    if cells.noted(r"expandable[_ ]segments") or not cells.noted(DEVICE + "|reserved"):
+    extends = cells.noted(r"expandable[_ ]segments") is not None
+    if extends or not cells.noted(DEVICE + "|reserved"):
         stack = replace(stack, cached=0.0)
     elif stack.name in (*TORCH, "deepspeed") and cells.noted(VARIED) and not cells.noted(r"(?<!not )\bpacked"):
         stack = replace(stack, cached=HOLES, most_cached=inf)
+    if stack.name in TORCH and stack.attention == "unfused" and not extends:
+        stack = replace(stack, cached=max(stack.cached, SCORES))
+    late = cells.year >= LAZY  # before, the context has all kernels anyway
+    if late and stack.name in ("eager", "fsdp1", "deepspeed") and (library(cells) or cells.has(LAYERS)):
+        stack = replace(stack, context=stack.context + LIBRARY)
     return replace(stack, zeroes_grads=(cells.year < NONE and stack.name in TORCH) or cells.noted(_NEVER) is not None)
 
 
@@ -395,6 +405,10 @@ VARIED = (
 """Words for micro-batches of other lengths each time."""
 HOLES = 1.6
 """Share of what comes and goes that those leave in blocks of other sizes: see `Stack.cached`."""
+SCORES = 0.1
+"""The same where attention is in primitives, whose scores stand in several types: those blocks fit nothing else."""
+LIBRARY = 0.5e9
+"""Bytes of the device that the kernels of a Hugging Face trainer's libraries take beside PyTorch's own."""
 _HELD_BACK = r"limit_all_gathers[ =]+true|rate limiter (on|enabled)|with (the )?(fsdp )?rate limiter"
 LIMITED = 2023.7
 """Year until which FSDP1 gathers as far ahead as its host gets (torch 2.1 limits it unless told otherwise)."""

@@ -205,6 +205,9 @@ def _rank_memory(
     plan, stages, states = division.plan, division.ranks[rank], dict(kept)
     if division.profile.buffers:
         states["constants"] = division.buffers(stages) * (2.0 if stack.name in OWN else 1.0)  # as they were before it
+    if stack.placeholds_grads and division.workload.trained == 1:
+        most = max((division.dense(block) for stage in stages for block, _ in stage.counts), default=0.0)
+        states["buckets"] = states.get("buckets", 0.0) + most * compute_width(plan)
     spike = max(update_spike(division, stages), compared(division, stages, stack)) if stack.name in OWN else 0.0
     if stack.eager:
         moments = dict(eager_rank(division, rank, stages, states))

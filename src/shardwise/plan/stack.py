@@ -48,6 +48,9 @@ class Stack:
     """Bytes of a gradient that is accumulated."""
     spare_grads: bool = False
     """A gradient in the compute dtype lives beside the accumulated one."""
+    placeholds_grads: bool = False
+    """Products add their gradients up themselves, and give autograd an empty tensor of each weight's shape, one for all
+    blocks, which stays (Transformer Engine's `get_dummy_wgrad`, from its pull request 1651 on)."""
     bucket_grads: bool = False
     """That gradient is in the buckets that data ranks reduce, and not there without them."""
     logit_bytes: float = 10.0
