@@ -352,3 +352,13 @@ def test_large_blocks_and_short_samples_on_a_gpu(why: str) -> None:
     spec, work = ModelSpec(**SIZES | sizes), Workload(seq_len=16, global_batch=16)
     peak = trace_step(training_of(spec, work), Plan.parse(text), rank=0, is_cpu=False).later.num_bytes
     assert estimate_memory(profile_of(spec), Plan.parse(text), work).allocated == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize(("text", "rank"), [("dp2 / mb4", 0), ("pp2 / interleaved mb8", 1)])
+def test_what_waits_on_a_gpu(text: str, rank: int) -> None:
+    """Gradients beside buckets; messages of a pipeline. Of a GPT, whose kernels keep the same on any device."""
+    plan, spec = Plan.parse(text), replace(MODELS["gpt"], num_layers=8)
+    peak = trace_step(training_of(spec, WORK), plan, rank=rank, is_cpu=False).later.num_bytes
+    memory = estimate_memory(profile_of(spec), plan, WORK)
+    assert memory.stages[rank].allocated == pytest.approx(peak, rel=0.03)

@@ -107,6 +107,50 @@ def test_one_f_one_b_keeps_as_many_micro_batches_as_stages_follow() -> None:
     assert held == [pytest.approx(block * counts[rank] * (4 - rank)) for rank in range(3)]
 
 
+@pytest.mark.parametrize(("kind", "held"), [("gpipe", 4 + 4), ("1f1b", 4 + 2), ("interleaved", 12 + 8 + 3 - 1)])
+def test_messages_of_a_pipeline_are_held(kind: str, held: int) -> None:
+    """On the first of two ranks, of four micro-batches: buffers for what comes, and what it sent.
+
+    That is held until the step ends; by 1F1B, which waits for it, with its micro-batch. Of two stages on a rank the
+    second has three neighbours' messages; what its first block keeps of the one in flight lies where it came.
+    """
+    terms = estimate_memory(profile_of(LLAMA), Plan.parse(f"pp2 / {kind} mb4"), WORK, stack=TORCH).stages[0].terms
+    assert terms["buffers"] == held * 2 * 128 * 64 * 4
+
+
+def test_micro_batches_that_wait_behind_the_loss_keep_their_logits() -> None:
+    """All but the one that goes backward, of which the loss has more."""
+    few, all_four = (
+        estimate_memory(profile_of(LLAMA), Plan.parse(f"pp2 / {kind} mb4"), WORK, stack=TORCH).stages[1].terms
+        for kind in ("1f1b", "gpipe")
+    )
+    per_micro_batch = few["activations"] + 2 * 128 * 512 * 4
+    assert all_four["activations"] == pytest.approx(few["activations"] + 3 * per_micro_batch)
+    assert few["logits"] == all_four["logits"]
+
+
+@pytest.mark.parametrize(("plan", "times"), [("dp2", 1), ("dp2 / mb2", 2), ("dp2 / no-bucket-view", 2)])
+def test_gradients_lie_beside_the_buckets_of_ddp(plan: str, times: int) -> None:
+    """That stay from step to step: those of micro-batches before the last one, and those that are no views of them."""
+    memory = estimate_memory(profile_of(LLAMA), Plan.parse(plan), Workload(seq_len=1, global_batch=4), stack=TORCH)
+    assert memory.worst.terms["gradients"] == times * 4 * LLAMA.num_params
+    assert memory.peaks["loss"] >= (16 + 4 * ("mb2" in plan)) * LLAMA.num_params
+
+
+def test_of_one_micro_batch_shards_of_gradients_are_all_that_is_left_whatever_zero_is() -> None:
+    divided = [divide(profile_of(LLAMA), Plan.parse(f"fsdp4 zero{zero} / bf16"), WORK) for zero in (1, 2, 3)]
+    assert len({states_of(each, each.ranks[0], TORCH)["gradients"] for each in divided}) == 1
+
+
+def test_weights_that_nobody_shares_go_while_gradients_come() -> None:
+    """Of one micro-batch: neither all in bf16 beside all gradients, as of several, nor less than these."""
+    peaks = [
+        estimate_memory(profile_of(LLAMA), Plan.parse(plan), Workload(seq_len=1, global_batch=4)).peaks["backward"]
+        for plan in ("dp2 / bf16", "dp2 / bf16 / mb2")
+    ]
+    assert 16 * LLAMA.num_params < peaks[0] < peaks[1] - LLAMA.num_params / 2
+
+
 def test_what_a_plan_does_not_compile_keeps_more() -> None:
     apart, fused = _terms("bf16"), _terms("bf16 / compile")
     assert apart["activations"] > 1.2 * fused["activations"]

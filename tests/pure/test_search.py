@@ -340,12 +340,14 @@ def test_every_ranked_plan_passes_the_table_of_constraints() -> None:
         assert not [finding for finding in findings if finding.severity == "error"]
 
 
-def test_of_zero_1_and_2_that_are_as_fast_the_one_that_holds_less_is_taken() -> None:
+def test_of_zero_1_and_2_that_are_as_fast_the_one_that_never_holds_more_is_taken() -> None:
+    """With one micro-batch both reduce each gradient once, and hold the same."""
     spec, workload = preset("llama-8b"), Workload(seq_len=4096, global_batch=8)
     found = find(spec, cluster("h100:8"), workload, top=1)
     assert found.best is not None and found.best.plan.zero == 2
     one = estimated(found.space, found.best.plan.with_(zero=1))
-    assert one.time.total == pytest.approx(found.best.time.total) and one.memory.device > found.best.memory.device
+    assert one.time.total == pytest.approx(found.best.time.total)
+    assert one.memory.device == pytest.approx(found.best.memory.device)
 
 
 def test_reasons() -> None:

@@ -14,16 +14,16 @@ from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.around import outside_step
 from shardwise.plan.bounds_work import Cut, Flight, Upto, Work, work_of
-from shardwise.plan.casting import cast_last
 from shardwise.plan.division import Division
 from shardwise.plan.eager import inputs_of, received_by
-from shardwise.plan.engines import casts_weights
 from shardwise.plan.families import Core, Flow, Pipe, Spread
+from shardwise.plan.holding import least_gathered
 from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, frees_last, gathered_of, offloaded_of, states_of
 from shardwise.plan.plan import V_SHAPED, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Space
+from shardwise.plan.updating import OWN
 
 Kept = tuple[tuple[int, float, float, float, float], ...]
 """Of some pipeline ranks: the rank, bytes of micro-batches in flight, of a block that is computed again beside them, of
@@ -171,9 +171,10 @@ class SizeBounds:
         return size, last if policy else 0.0, block
 
     def logits(self, core: Core) -> float:
-        """Bytes of the logits at the peak of the loss."""
-        width = core.width
-        return self._num_logits(core) * (self.space.stack.logit_bytes if width < 4 else 4 * width)
+        """Bytes of the logits at the peak of the loss, at least."""
+        width, stack = core.width, self.space.stack
+        per_logit = stack.logit_bytes if width < 4 else 4 * width
+        return self._num_logits(core) * (per_logit - width * (stack.name in OWN))  # a pipeline gives its output up
 
     def _num_logits(self, core: Core) -> float:
         return self.tokens(core) * self.space.profile.vocab / (core.tp if core.loss else 1)
@@ -300,9 +301,7 @@ class SizeBounds:
             terms = dict(states_of(division, stages, stack))
             gradients = terms.pop("gradients")
             gathered = gathered_of(division, stages, stack, goes_back=not frees_last(stack))
-            if casts_weights(division.plan):
-                gathered = min(gathered, cast_last(division, stages))
-            found = sum(terms.values()), gradients, gathered
+            found = sum(terms.values()), gradients, least_gathered(division, stages, gathered, stack)
             self._states[key, rank] = found
         return found
 
@@ -318,15 +317,17 @@ class SizeBounds:
 
     def of_batch(self, flow: Flow, spread: Spread, rank: int) -> float:
         """Bytes of all micro-batches of a step on a rank: inputs, and where a pipeline receives what passes."""
-        if not self.space.stack.eager:
+        core, pipe, work, stack = flow.pipe.core, flow.pipe, self.space.workload, self.space.stack
+        if stack.name not in OWN:
             return 0.0
-        core, pipe, work = flow.pipe.core, flow.pipe, self.space.workload
         key = (core.cp, core.precision, pipe.data, pipe.pp, *cut_as(flow.schedule), rank)
         if key not in self._of_batch:
             division = self.division(flow, spread)
             passing = received_by(division.plan, division.ranks[rank]) * core.width
+            if not stack.eager:  # of what a stage was given, its first block is counted to keep some
+                passing = sum(stage.handed for stage in division.ranks[rank]) * core.width * (pipe.pp > 1)
             tokens = work.global_batch * work.seq_len / (pipe.data * core.cp)
-            self._of_batch[key] = tokens * (inputs_of(division) + passing)
+            self._of_batch[key] = tokens * (inputs_of(division) * stack.eager + passing)
         return self._of_batch[key]
 
     def division(self, flow: Flow, spread: Spread) -> Division:
@@ -375,7 +376,7 @@ def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
     pipe, core = flow.pipe, flow.pipe.core
     shards = spread.dp_shard * core.cp if spread.zero else 1
     kinds = core.tp, core.ep, core.precision, shards, spread.zero
-    return *kinds, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
+    return *kinds, pipe.data * core.cp > 1, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
 
 
 def cut_as(schedule: Schedule) -> tuple[int, bool]:

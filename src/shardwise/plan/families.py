@@ -111,7 +111,7 @@ def layout_of(pipe: Pipe) -> tuple[int, ...]:
 
 
 _BY_ZERO = {0: 0, 2: 1, 1: 2, 3: 3}
-"""Among plans that are as good. 2 holds less than 1 and is as fast where there is one micro-batch; 3 sends more."""
+"""Among plans that are as good. 2 never holds more than 1, and is as fast with one micro-batch; 3 sends more."""
 
 
 def simplicity(plan: Plan) -> tuple[object, ...]:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from shardwise.plan.activations import compute_width, is_gathered
 from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division
-from shardwise.plan.engines import casts_weights
+from shardwise.plan.engines import casts_weights, uses_fully_shard
 from shardwise.plan.messages_data import reduce_width
+from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN, at_once
@@ -86,6 +87,38 @@ def sends(division: Division, stack: Stack) -> bool:
     late = plan.axes.pp > 1 or (plan.zero < 2 and plan.batch.micro_batches > 1)
     shares = stack.keeps_shards and is_gathered(plan) and division.shards > 1
     return shares and not late and division.workload.trained == 1
+
+
+def gives_back(plan: Plan, stack: Stack) -> bool:
+    """Whether weights that were gathered whole, and that nobody shares, go while gradients come in the only pass."""
+    alone = plan.axes.pp == 1 and plan.zero == 0 and plan.batch.micro_batches == 1
+    return alone and stack.name in OWN and uses_fully_shard(plan)
+
+
+def given_back(division: Division, stages: tuple[Stage, ...], gradients: float, stack: Stack) -> dict[str, float]:
+    """Gradients, and what is gathered or sent, at the largest moment of such a backward pass; of another nothing.
+
+    When the last block goes backward, when the first one's gradients are reduced, or those outside of blocks: they are
+    there as they are sent, and as they were summed.
+    """
+    if not gives_back(division.plan, stack):
+        return {}
+    whole, width, wire = division.whole(stages), compute_width(division.plan), reduce_width(division.plan)
+    most = max((division.sent_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
+    outside = max(0.0, whole - sum(division.whole_of(block) for stage in stages for block in stage.blocks))
+    moments = (
+        {"gathered": (whole + most) * width, "gradients": 0.0},
+        {"gathered": outside * width + 2 * most * wire, "gradients": gradients * (1 - outside / whole)},
+        {"gathered": 2 * outside * wire, "gradients": gradients},
+    )
+    return max(moments, key=lambda terms: sum(terms.values()))
+
+
+def least_gathered(division: Division, stages: tuple[Stage, ...], gathered: float, stack: Stack) -> float:
+    """Of so many bytes that are gathered at the loss, what is there at any moment at least."""
+    if gives_back(division.plan, stack):
+        return 0.0
+    return min(gathered, cast_last(division, stages)) if casts_weights(division.plan) else gathered
 
 
 def of_root(

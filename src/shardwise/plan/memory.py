@@ -17,12 +17,20 @@ from shardwise.plan.around import copied, outside_step
 from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
-from shardwise.plan.engines import casts_weights
+from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
-from shardwise.plan.holding import held_apart, held_freed, of_root, sending
+from shardwise.plan.holding import given_back, held_apart, held_freed, of_root, sending
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.messages_data import held_sums, reduce_width
-from shardwise.plan.passing import activations_of, block_bytes, logits_of, working_of
+from shardwise.plan.passing import (
+    activations_of,
+    beside_buckets,
+    block_bytes,
+    logits_of,
+    receive_buffers,
+    reduced_last,
+    working_of,
+)
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stages import Stage
@@ -215,8 +223,9 @@ def _rank_memory(
         return _largest(rank, moments)
     gradients = states.pop("gradients")
     block = block_bytes(division, stages, stack) + kept_on(division, stages)
-    held = {**states, "gathered": gathered_of(division, stages, stack)}
-    alive, again = activations_of(division, rank, stages, stack)
+    states["buffers"] = receive_buffers(division, stages, stack)
+    alive, again, sent, fresh = activations_of(division, rank, stages, stack)
+    held = {**states, "gathered": gathered_of(division, stages, stack), "buffers": states["buffers"] + sent}
     working = working_of(division, stages, stack) + whole_again(division, stages)
     loss, freed = {**held, "activations": alive + again, "working": working}, 0.0  # of the block behind it
     logits = logits_of(division, stack) if any(stage.last for stage in stages) else 0.0
@@ -227,9 +236,10 @@ def _rank_memory(
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
     sent, backward["gradients"] = sending(division, stages, gradients, stack)
     backward["gathered"] += sent
+    backward |= given_back(division, stages, gradients, stack)
     buffered = stack.master and not stack.copies_grads  # in buffers that stay
     if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
-        loss["gradients"] = gradients
+        loss["gradients"] = gradients + fresh
         backward["activations"] = max(alive + again, block)
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
@@ -241,8 +251,11 @@ def _rank_memory(
         last = division.owned(stages) if plan.zero else division.whole(stages)
         stepped = last * compute_width(plan) + states["master"]
     update = {**states, "gradients": stepped, "temporary": spike + at_once(division, stages, stack)}
+    if stack.name in OWN and is_replicated(plan):
+        loss["gradients"], backward["gradients"], update["gradients"] = beside_buckets(plan, gradients)
     phases = {"loss": loss, "backward": backward, "update": update}
-    for name, terms in of_root(division, stages, states, gradients, stack).items():
+    late = reduced_last(division, stages, states, gradients, stack)
+    for name, terms in (*of_root(division, stages, states, gradients, stack).items(), *late.items()):
         phases[name] = max(phases[name], dict(terms), key=lambda each: sum(each.values()))
     if plan.offload.state:
         whole = gradients if accumulates_whole(plan, stack) else 0.0
@@ -283,7 +296,8 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     plan, workload = division.plan, division.workload
     whole, owned = division.whole(stages), division.owned(stages)
     stepped = owned - division.second_table(stages) / division.shards
-    summed = owned if plan.zero >= 2 and not accumulates_whole(plan, stack) else whole
+    shares = plan.zero >= 2 or (plan.zero > 0 and stack.name in OWN)
+    summed = owned if shares and not accumulates_whole(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
     flat = stack.reduce_bucket * width * (0, 2, 2, 1)[plan.zero]
@@ -355,7 +369,8 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack, *, 
     if casts_weights(plan) and stack.name in OWN:
         return cast_whole(division, stages, stack)
     if not plan.reshards:
-        gathered = plan.zero == 3 or sharded
+        engine = stack.name in OWN and uses_fully_shard(plan)  # which copies weights that nobody shares, too
+        gathered = plan.zero == 3 or sharded or engine
         if division.workload.trained < 1 and not gathered and plan.recompute.mode == "blocks":
             blocks = (division.dense(block) for stage in stages for block, _ in stage.counts)
             return max(blocks, default=0.0) * width if width < 4 else 0.0  # autocast keeps no casts of frozen weights
