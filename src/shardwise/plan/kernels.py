@@ -118,8 +118,10 @@ WIDE_NORM, WIDE_NORM_BACK = 3.5, 1.3
 """The same of a LayerNorm under autocast, whose residual stream is in fp32: 8 B per element and 6 to cast what it gives
 for the product behind it, against 4; backward 12 and 6."""
 WIDE_ADD, WIDE_ADD_BACK = 2 / 3, 1.8
-"""What adding to that stream moves more than in 16 bits: 10 B per element against 6; backward a cast of the gradient for
-the block's own part, and the sum with the stream's (18 B)."""
+"""What adding to that stream moves more than in 16 bits: 10 B per element against 6; backward a cast of the gradient
+for the block's own part, and the sum with the stream's (18 B)."""
+BIAS_BACK = 0.5
+"""Of adding experts' biases: their gradient reads what is given, and nothing is written."""
 BACK = 1.6
 """Of any other operator's backward pass over the forward's."""
 
@@ -127,6 +129,8 @@ BACK = 1.6
 def passes_of(op: Pointwise, stack: Stack, width: float) -> tuple[float, float]:
     """What an operator's kernels move over one that does it all, of `width` bytes; its backward pass over that."""
     is_norm = op.name in ("norm", "qk-norm")
+    if op.name == "expert-bias":
+        return 1.0 if stack.fused else 0.5 * (op.kernels + 1), BIAS_BACK
     if stack.fused or (stack.fused_norms and is_norm) or (stack.fused_rope and op.name == "rope"):
         return 1.0, BACK
     if op.upcast and width < 4:
