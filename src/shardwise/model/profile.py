@@ -303,7 +303,7 @@ def _expert_ops(spec: ModelSpec) -> list[Op]:
     ends: tuple[list[Op], list[Op]] = ([], [])
     if spec.expert_dim:
         ends = ([Matmul("latent-down", dim, inner)], [Matmul("latent-up", inner, dim, saves=inner)])
-    products = [up, _activation(spec, width, chosen), down, *biases]
+    products: list[Op] = [up, _activation(spec, width, chosen), down, *biases]
     return [router, choose, *ends[0], permute, *products, combine, *ends[1], *shared]
 
 
