@@ -91,6 +91,15 @@ def test_a_scan_is_no_faster_on_faster_memory_than_an_h100s() -> None:
     assert pace(scan, "a100-80g") == pytest.approx(pace(norm, "a100-80g"))
 
 
+def test_biases_of_experts_are_spelled_out_and_added() -> None:
+    """gpt-oss: rows of both products' biases, for each choice: no grouped product adds them."""
+    spec = preset("gpt-oss-20b")
+    own, plain = (profile_of(each).blocks[0].ops for each in (spec, replace(spec, hf="")))
+    (bias,) = (op for op in own if op.name == "expert-bias")
+    assert bias.moved == 2 * (2 * spec.ffn_dim + spec.dim) and bias.per_choice == spec.experts_per_token
+    assert not any(op.name == "expert-bias" for op in plain)
+
+
 def test_attention_on_b300_is_not_slower_than_on_b200() -> None:
     """FlashAttention 4 and cuDNN reach 1,240 to 1,605 TFLOP/s on B200, where softmax binds; B300 take half of it."""
     op, stack = Attention(32, 32, 128, 128), load_stack("megatron-bridge")

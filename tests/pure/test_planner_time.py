@@ -8,7 +8,7 @@ from itertools import pairwise, product
 import pytest
 
 from shardwise.hardware.cluster import Link, Rates, load_cluster
-from shardwise.model.ops import Attention
+from shardwise.model.ops import Attention, Pointwise
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
@@ -21,12 +21,13 @@ from shardwise.plan.kernels import (
     attention_rate,
     attention_time,
     matmul_time,
+    passes_of,
     pointwise_time,
 )
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Axes, Plan
-from shardwise.plan.stack import AttentionKernel, load_stack, stack_of
+from shardwise.plan.stack import AttentionKernel, Stack, load_stack, stack_of
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload
@@ -439,6 +440,34 @@ def test_a_repeated_forward_pass_is_launched_in_one_go_with_the_backward_pass() 
     stack = load_stack("shardwise")
     assert _passes(device, host, 0.2, stack) == pytest.approx((1.5, 2.1, 3.2))
     assert _passes(device, host, 0.2, replace(stack, launches_hide=False)) == pytest.approx((1.6, 2.1, 3.2))
+
+
+def test_norms_under_autocast_move_the_residual_stream_in_fp32() -> None:
+    """Per element of a LayerNorm 4 and 4 bytes, and 6 of the cast behind it, for 2 and 2; of a sum 10 for 6."""
+    narrow = replace(load_stack("eager"), fused=False)
+    wide = replace(narrow, residual_bytes=4.0)
+    ops = {op.name: op for op in profile_of(preset("gpt3-1.3b")).blocks[0].ops if isinstance(op, Pointwise)}
+    assert passes_of(ops["norm"], wide, 2.0)[0] == 3.5 * passes_of(ops["norm"], narrow, 2.0)[0]
+    assert passes_of(replace(ops["residual"], kernels=1), wide, 2.0)[0] == pytest.approx(10 / 6)
+    assert passes_of(ops["norm"], wide, 4.0) == passes_of(ops["norm"], narrow, 4.0), "fp32 has nothing to widen"
+    fused = replace(wide, fused=True)
+    assert passes_of(ops["norm"], fused, 2.0) == passes_of(ops["norm"], replace(narrow, fused=True), 2.0)
+
+
+def test_a_host_works_out_the_shardings_of_each_operator_of_dtensor() -> None:
+    """Eager blocks that tp splits: 3 ms forward, half of it backward, where the device has less to do meanwhile."""
+    eager = replace(load_stack("torchtitan"), fused=False)
+    few = Workload(seq_len=128, global_batch=8)
+
+    def step(stack: Stack, plan: str) -> float:
+        return estimate_time(EIGHT, load_cluster("h100:8"), Plan.parse(plan), few, stack=stack).total
+
+    blocks = len(EIGHT.blocks)
+    without = replace(eager, tensor_host=0.0)
+    assert step(eager, "tp8 / bf16") - step(without, "tp8 / bf16") > 0.8 * blocks * 4.5e-3
+    assert step(eager, "fsdp8 / bf16") == step(without, "fsdp8 / bf16"), "nothing is split"
+    compiled = load_stack("torchtitan")
+    assert step(compiled, "tp8 / bf16") == step(replace(compiled, tensor_host=0.0), "tp8 / bf16")
 
 
 def test_a_fused_softmax_takes_four_heads_at_a_time() -> None:

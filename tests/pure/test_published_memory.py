@@ -72,7 +72,11 @@ def test_pure_16_bits_have_no_master_weights_in_torch(name: str) -> None:
 def test_autocast_of_whole_weights_leaves_the_residual_stream_in_fp32() -> None:
     row = variant("new-2", **BARE | {"precision": "fp16", "notes": "Hugging Face Trainer"})
     assert (row.plan.zero, row.plan.precision, row.stack.residual_bytes) == (0, "fp16", 4.0)
-    for cells in ({"precision": "fp32"}, {"notes": "FSDP of one device"}):
+    for cells in (
+        {"precision": "fp32"},
+        {"notes": "FSDP of one device"},
+        {"date": "2022-11", "notes": "PaddlePaddle, AMP"},
+    ):
         other = variant("new-2", **BARE | {"precision": "fp16", "notes": "Hugging Face Trainer"} | cells)
         assert other.stack.residual_bytes == 0.0, cells
     assert variant("fsdp-1", **BARE).stack.residual_bytes == 0.0, "sharded weights are cast once"

@@ -86,7 +86,9 @@ def tables() -> str:
         "freed by the next step's `zero_grad`), and half of its holes are whole blocks (`cached`), which runs on V100 "
         "needed back.",
         "`torchtitan`'s recompute by operator keeps every second product and none of experts, as its list says, and "
-        "runs the others again; `block_host` of `eager` and `deepspeed`, whose blocks are those of `transformers`, is "
+        "runs the others again; its `tensor_host` is what blocks of DTensors took on a CPU beyond plain ones (torch "
+        "2.13: 3.5 ms forward, 5.1 with sequences sharded; backward 1.8 and 3.3); `block_host` of `eager` and "
+        "`deepspeed`, whose blocks are those of `transformers`, is "
         "read off steps of few tokens (Qwen-1.8B to 14B on an A100, BERT-large on a V100; "
         "`tools/published/elsewhere.csv`).",
         "A row's date changes these (`tools/published/attention.py`, `stacks.py`). Before October 2022 no stack "
@@ -103,7 +105,8 @@ def tables() -> str:
         "until July 2025 (`adamw_torch_fused`); before August 2024 nanotron keeps what it gathers (its pull requests "
         "203 and 208). The gradients of rows of 2022 to 2023 that name Megatron are in fp32, and the memory beside "
         "the tensors of megatron-2021 is that of DeepSpeed's forks alone. Whole weights in fp32 under autocast have "
-        "norms, softmax and the residual stream in fp32 (`torch.amp`'s list of operators). Before September 2023 "
+        "norms, softmax and the residual stream in fp32 (`torch.amp`'s list of operators; Paddle's recipes "
+        "list them as of 16 bits). Before September 2023 "
         "FSDP1 gathers as far ahead as its host gets, which is all blocks (torch 2.1 holds back by default).",
         "What PyTorch runs on Gaudi is compiled (its bridge makes graphs), and Gaudi's fork of Megatron-DeepSpeed is "
         "megatron-core. PyTorch's fp4 counts as fp8, its gradients of weights in bf16 are reduced in bf16, and a full "

@@ -265,6 +265,8 @@ _WIDE = r"gathers?( and reductions)? in fp32|gathered in fp32"
 """Words for sharded weights that no mixed-precision policy casts before they are gathered."""
 _APEX = r"(apex|amp|opt[ _-]?level)\W{0,3}o2\b"
 """Cast the weights once, and so all that is computed: words for sharded ones, and for Apex's second level."""
+_LISTED = r"paddle"
+"""Whose recipes put norms, softmax and GELU on the list of what runs in 16 bits (`custom_white_list`)."""
 
 
 def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
@@ -277,7 +279,7 @@ def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
         cells.assume("autocast: weights gathered in fp32; the residual stream, norms and softmax in fp32")
         return replace(stack, residual_bytes=4.0, gathers_wide=plan.zero == 3)
     mixed = mixed and not plan.zero
-    if not mixed or cells.has(rf"{_SHARDS}|{_APEX}"):
+    if not mixed or cells.has(rf"{_SHARDS}|{_APEX}|{_LISTED}"):
         apex = mixed and cells.has(_APEX)
         return replace(stack, master=True, widens_grads=True, zeroes_grads=False) if apex else stack
     cells.assume("autocast: the residual stream, norms and softmax in fp32")

@@ -176,7 +176,7 @@ def block_flops(block: Block, seq_len: int) -> float:
 
 
 CLAMPED = ("gpt_oss",)
-"""Architectures whose gate and its factor are clamped before they are multiplied."""
+"""Architectures whose gate and its factor are clamped before they are multiplied, and whose experts have biases."""
 SCANNED = 60
 """Elements whose passing through memory takes as long as convolution, scan and gated norm of a state-space mixer, per
 channel and token (Nemotron-H and Nemotron-3 on H100 and B200: 50 to 100; their small kernels wait for memory, and no
@@ -298,10 +298,13 @@ def _expert_ops(spec: ModelSpec) -> list[Op]:
     down = Matmul("experts-down", width, inner, "row", width, count, chosen)
     combine = Pointwise("combine", 2 * inner, "sequence", saves=inner, saves_apart=inner, kernels=4, per_choice=chosen)
     shared = _ffn_ops(spec, spec.shared_ffn_dim, "shared-") if spec.shared_ffn_dim else []
+    outs = up.outs + inner  # no grouped product adds what its experts have: rows of it are spelled out, and added
+    biases = [Pointwise("expert-bias", 2 * outs, "heads", kernels=3, per_choice=chosen)] if spec.hf in CLAMPED else []
     ends: tuple[list[Op], list[Op]] = ([], [])
     if spec.expert_dim:
         ends = ([Matmul("latent-down", dim, inner)], [Matmul("latent-up", inner, dim, saves=inner)])
-    return [router, choose, *ends[0], permute, up, _activation(spec, width, chosen), down, combine, *ends[1], *shared]
+    products: list[Op] = [up, _activation(spec, width, chosen), down, *biases]
+    return [router, choose, *ends[0], permute, *products, combine, *ends[1], *shared]
 
 
 def runs(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:

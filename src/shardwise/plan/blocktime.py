@@ -303,9 +303,9 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     picks = (setting.product_launch - setting.launch) * _products(block)
     biases = 0.0 if stack.fused else (setting.biased_launch - setting.product_launch) * _products(block, biased=True)
     slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in block.attentions)
-    own, routed = (stack.block_host + stack.softmax_host * slow) * slower, routed * slower
-    forward = setting.launch * kernels + picks + biases + own + routed + shards
-    backward = setting.launch * 2 * kernels + 2 * picks + own * stack.backward_host + routed + 1.2 * shards
+    own = stack.block_host + stack.softmax_host * slow + stack.tensor_host * (setting.axes.tp > 1 and not stack.fused)
+    forward = setting.launch * kernels + picks + biases + (own + routed) * slower + shards
+    backward = setting.launch * 2 * kernels + 2 * picks + (own * stack.backward_host + routed) * slower + 1.2 * shards
     return forward, backward
 
 

@@ -114,6 +114,14 @@ products with a number 16, tanh 4, two additions and the last product 12)."""
 SCANS = 3.35e12
 """Bytes per second of memory beyond which a scan is no faster (an H100's): its kernels are Triton's, which reach less
 of a Blackwell (state-spaces/mamba, issue 904). Nemotron-3 takes as long for it on B200, GB200 and GB300 as on H100."""
+WIDE_NORM, WIDE_NORM_BACK = 3.5, 1.3
+"""The same of a LayerNorm under autocast, whose residual stream is in fp32: 8 B per element and 6 to cast what it gives
+for the product behind it, against 4; backward 12 and 6."""
+WIDE_ADD, WIDE_ADD_BACK = 2 / 3, 1.8
+"""What adding to that stream moves more than in 16 bits: 10 B per element against 6; backward a cast of the gradient
+for the block's own part, and the sum with the stream's (18 B)."""
+BIAS_BACK = 0.5
+"""Of adding experts' biases: their gradient reads what is given, and nothing is written."""
 BACK = 1.6
 """Of any other operator's backward pass over the forward's."""
 
@@ -121,13 +129,20 @@ BACK = 1.6
 def passes_of(op: Pointwise, stack: Stack, width: float) -> tuple[float, float]:
     """What an operator's kernels move over one that does it all, of `width` bytes; its backward pass over that."""
     is_norm = op.name in ("norm", "qk-norm")
+    if op.name == "expert-bias":
+        return 1.0 if stack.fused else 0.5 * (op.kernels + 1), BIAS_BACK
     if stack.fused or (stack.fused_norms and is_norm) or (stack.fused_rope and op.name == "rope"):
         return 1.0, BACK
     if op.upcast and width < 4:
         return UPCAST, UPCAST_BACK
+    if is_norm and stack.residual_bytes > width:
+        return WIDE_NORM, WIDE_NORM_BACK
     if op.name == "gelu" and stack.gelu_apart:  # autocast takes powers in fp32, and so what follows them
         return GELU_APART * max(stack.residual_bytes / width, 1.0), BACK
-    return 1.0 + 0.5 * (op.kernels - 1), stack.picks_back if op.name == "permute" else BACK
+    passes = 1.0 + 0.5 * (op.kernels - 1)
+    if op.name == "residual" and stack.residual_bytes > width:
+        return passes + WIDE_ADD, WIDE_ADD_BACK
+    return passes, stack.picks_back if op.name == "permute" else BACK
 
 
 def attention_kernel(op: Attention, batch: float, tp: int, stack: Stack) -> AttentionKernel:

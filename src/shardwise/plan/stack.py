@@ -162,6 +162,9 @@ class Stack:
     """Of that, what the backward pass takes."""
     softmax_host: float = 0.0
     """The same for a block whose softmax falls back to primitives: see `kernels.attention_kernel`."""
+    tensor_host: float = 0.0
+    """The same for a block that `tp` splits by DTensor, where it is not compiled: each operator's shardings are worked
+    out in Python (0.34 ms per product: PyTorch's pull request 107305)."""
     shard_host: float = 0.0
     """The same for a block that `fully_shard` holds (zero 1 to 3, and mixed precision): a copy, a cast and a hook per
     parameter; in the backward pass, which reduces too, 1.2 times as long."""
