@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.checkpoint import loading, store
+from shardwise.checkpoint import loading, shardfile, store
+from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.arrival import Arrival
 from shardwise.checkpoint.digests import PartDigest
 from shardwise.checkpoint.directory import Directory, Listing
@@ -37,6 +38,7 @@ from shardwise.train.probe import Probe
 from shardwise.train.state import TrainState
 from shardwise.train.step import make_step
 from tests.parity.placing import LAYOUTS, State, place
+from tests.plain import Plain
 
 
 class Wrong(State):
@@ -376,3 +378,19 @@ def test_a_probe_in_fp16_is_measured_by_a_scale_that_its_gradients_bear() -> Non
         with torch.no_grad():
             next(iter(placed.parameters())).fill_(math.nan)
         assert math.isnan(probe.measure(state).grad_norm)
+
+
+def test_a_load_meets_five_times_and_opens_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks come late a meeting costs more than all digests, and of many tensors a header more than its read."""
+    meetings, headers = list[object](), list[str]()
+    gather, parse = Peers.gather, shardfile.parse_header
+    monkeypatch.setattr(Peers, "gather", lambda peers, value: meetings.append(value) or gather(peers, value))
+    monkeypatch.setattr(shardfile, "parse_header", lambda *how: headers.append(how[2]) or parse(*how))
+    state = Plain()
+    path = Store(tmp_path).save(state).path
+    store = Store(tmp_path)
+    for load, meets in ((lambda: store.load(state, path), 5), (lambda: store.load_latest(state), 6)):
+        meetings.clear()
+        headers.clear()
+        assert load().proof.line == "resume proof: 5/5 tensors, checksums ok"
+        assert (len(meetings), len(headers)) == (meets, 1)
