@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -334,6 +335,29 @@ def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(
     monkeypatch.setattr(Directory, "listing", prune_after)
     loaded, _ = load_of(tmp_path / "store")
     assert loaded is not None and loaded.step == 4 and loaded.skipped == () and len(calls) == 2
+
+
+@pytest.mark.parametrize("before", ["names", "_manifest"])
+def test_what_is_pruned_while_it_is_listed_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """A reader beside a run that keeps one: between its look at names and that at manifests a save came and went."""
+    newest, older = saved(tmp_path / "store")
+    newest.rename(tmp_path / newest.name)
+    kind = LocalFiles if before == "names" else Directory
+    real = getattr(kind, before)
+
+    def prune(self: Any, path: Path, *known: bool) -> Any:
+        found = real(self, path) if before == "names" else None
+        if older.exists():
+            shutil.rmtree(older)
+            (tmp_path / newest.name).rename(newest)
+        return found if before == "names" else real(self, path, *known)
+
+    monkeypatch.setattr(kind, before, prune)
+    (tmp_path / "store" / "latest").unlink()
+    listing = Directory(tmp_path / "store", LocalFiles()).listing()
+    assert [path for path, _ in listing.complete] == [newest] and not listing.damaged
 
 
 @pytest.mark.parametrize("content", [None, "", "another digit"])
