@@ -151,9 +151,9 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
         raise UsageError(f"{source}: --unsafe-pickle with a checkpoint of {kind}, which needs no code; leave it out")
     if kind == "deepspeed":
         return read_deepspeed(files, source, options.unsafe, options.optimizer, options.in_order)
-    lone = check_lone(files, source) if source.is_file() else []
     found = _read(files, source, kind, options)
-    found.notes += [*lone, *filter(None, [narrow_norms(found.weights)])]
+    found.notes += check_lone(files, source) if source.is_file() else []
+    found.notes += filter(None, [narrow_norms(found.weights)])
     how = Beside(optimizer=options.optimizer, in_order=options.in_order, unsafe=options.unsafe)
     add_beside(files, source, found, how)
     return found

@@ -62,6 +62,11 @@ def check_alone(files: OpenFiles, path: Path) -> None:
     Raises:
         CheckpointError: naming them.
     """
+    if _DCP.fullmatch(path.name):
+        raise CheckpointError(
+            f"{path}: found what one rank wrote of a directory of DCP, needed all, and the .metadata that says what is "
+            "where: give the directory"
+        )
     names = [path.name] if path.is_file() else files.names(path)
     if pieces := [name for name in names if _PIECES.fullmatch(name)]:
         raise CheckpointError(f"{path}: found {shown(pieces)}, by the name layers or experts of a model; {_NEEDED}")
@@ -90,11 +95,6 @@ def check_lone(files: OpenFiles, path: Path) -> list[str]:
     Raises:
         CheckpointError: naming the files.
     """
-    if _DCP.fullmatch(path.name):
-        raise CheckpointError(
-            f"{path}: found what one rank wrote of a directory of DCP, needed all, and the .metadata that says what is "
-            "where: give the directory"
-        )
     own = _OF_RANK.fullmatch(path.name)
     if own is None or path.name.endswith("_states.pt"):  # DeepSpeed's say in themselves of how many they are
         return []
