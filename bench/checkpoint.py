@@ -31,7 +31,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardwise.checkpoint import store as stores
 from shardwise.checkpoint import taking
 from shardwise.checkpoint.digests import BLOCK
 from shardwise.checkpoint.loading import Proof
@@ -87,7 +86,7 @@ def unchecked(store: Store, state: TrainState, path: Path) -> None:
     with (
         patch.object(ShardFile, "_fill_blocks", read),
         patch.object(taking, "found", lambda *_: None),
-        patch.object(stores, "prove", lambda *_: nothing),
+        patch.object(taking, "prove", lambda *_: nothing),
     ):
         store.load(state, path)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.holding import unwritable
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
 from tests.disks import disk, mount
@@ -95,6 +98,31 @@ def test_a_disk_that_became_read_only(tiny: Path) -> None:
     assert mount("-o", "remount,rw", tiny)
     store.save(state)
     assert newest(tiny / "store").step == 2
+
+
+def test_a_place_that_takes_no_save_is_told_before_training(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """When a run looks for what to go on from, and not at its first save; nothing is left behind, reading goes on."""
+    file = tmp_path_factory.mktemp("elsewhere") / "file"
+    file.write_text("")
+    with pytest.warns(UserWarning, match=rf"no checkpoint can be saved here .* rank 0: Not a directory \({file}\)"):
+        assert Store(file / "store").load_latest(Plain()) is None
+    state, store = Plain(), Store(tiny / "store", keep=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.load_latest(state) is None and not any(tiny.iterdir())
+    fill(state, store)
+    (tiny / "rest").write_bytes(bytes(shutil.disk_usage(tiny).free))
+    here = sorted(tiny.rglob("*"))
+    with pytest.warns(UserWarning, match="no checkpoint can be saved here .* rank 0: No space left on device .*; free"):
+        newest(tiny / "store")
+    (tiny / "rest").write_bytes(b"")
+    assert re.fullmatch(r"\d+ bytes are free in .*, and a checkpoint takes 65537; free .*", unwritable(tiny, 65537))
+    assert mount("-o", "remount,ro", tiny)
+    with pytest.warns(UserWarning, match="rank 0: Read-only file system .*; what is there can be read"):
+        newest(tiny / "store")
+    assert mount("-o", "remount,rw", tiny) and sorted(tiny.rglob("*")) == here
 
 
 class Vanishing(LocalFiles):

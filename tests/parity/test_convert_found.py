@@ -645,3 +645,68 @@ def test_weights_in_float8_are_not_cast_and_that_is_said(tmp_path: Path) -> None
     same(held(done.path), {"model.w": tensors["w"], "model.w_scale": tensors["w_scale"].bfloat16()})
     assert done.notes == ("--dtype of float8, whose numbers mean nothing without their scales: w",)
     assert not convert(tmp_path / "x.safetensors", tmp_path / "b", Options()).notes
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("rank_0.pt", "rank_1.pt"), ("model-rank0.safetensors", "model-rank1.safetensors"), ("world_size_8_rank_3.pt",)],
+)
+def test_files_of_a_scripts_ranks_are_parts_by_their_names(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        (save_file if name.endswith("safetensors") else torch.save)({"w": torch.ones(2, 4)}, tmp_path / name)
+    for name in names:
+        with pytest.raises(
+            CheckpointError, match=rf"{name}: found {', '.join(names)}, by the name parts of ranks; need"
+        ):
+            convert(tmp_path / name, tmp_path / "out", Options())
+
+
+def test_of_a_file_with_a_ranks_name_it_is_said_what_it_is_taken_for(tmp_path: Path) -> None:
+    """Others are elsewhere, or there are none; of adapters a rank is another thing, and may be several."""
+    for name in ("rank_1.pt", "lora_rank_8.pt", "lora_rank_16.pt", "frank_2.pt"):
+        torch.save({"w": torch.ones(2, 4)}, tmp_path / name)
+        notes = convert(tmp_path / name, tmp_path / f"{name}.out", Options()).notes
+        told = f"other ranks' parts, if there are any: {name} has the name of a rank, and is taken for the whole model"
+        assert notes == (() if name.startswith("frank") else (told,))
+
+
+def test_a_file_of_dcp_is_one_ranks(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"__0_0.distcp: found what one rank wrote of a directory of DCP, needed al"
+    ):
+        convert(tmp_path / "__0_0.distcp", tmp_path / "out", Options())
+
+
+def test_norms_of_another_width_than_any_matrix_are_said_to_look_like_a_part(tmp_path: Path) -> None:
+    """What FSDP leaves on one of two ranks, as plain tensors: the first dim of each is cut."""
+    block = {"attn.weight": torch.ones(24, 8), "norm1.weight": torch.ones(8), "norm2.weight": torch.ones(8)}
+    torch.save(block, tmp_path / "whole.pt")
+    torch.save({name: tensor[: len(tensor) // 2].clone() for name, tensor in block.items()}, tmp_path / "part.pt")
+    assert convert(tmp_path / "whole.pt", tmp_path / "a", Options()).notes == ()
+    (note,) = convert(tmp_path / "part.pt", tmp_path / "b", Options()).notes
+    assert note == (
+        "perhaps other ranks' parts: norm1.weight, norm2.weight have 4 elements, and matrices are 8 wide, as where "
+        "FSDP cut a model over 2 ranks; it is taken for the whole model"
+    )
+
+
+@pytest.mark.parametrize("says", [{"base_model_name_or_path": "hub/llama-8b"}, None])
+def test_of_adapters_it_is_said_where_their_model_is(says: Any, tmp_path: Path) -> None:
+    weights = {f"base_model.model.q.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    if says:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(says))
+    told = "adapter_config.json says 'hub/llama-8b'" if says else "no adapter_config.json beside them says which"
+    for source in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        (note,) = convert(source, tmp_path.with_suffix(source.suffix + ".out"), Options()).notes
+        assert note.startswith(f"the base model, which these adapters of PEFT are trained beside: {told}; merge")
+
+
+def test_a_compiled_ddp_inside_of_lightning_leaves_no_prefix(tmp_path: Path) -> None:
+    weights = {f"model._orig_mod.module.{name}": torch.ones(2) for name in ("a.weight", "b.weight")}
+    torch.save({"state_dict": weights, "pytorch-lightning_version": "2.6.6"}, tmp_path / "a.ckpt")
+    done = convert(tmp_path / "a.ckpt", tmp_path / "out", Options())
+    assert set(held(done.path)) == {"model.a.weight", "model.b.weight"}
+    assert done.notes[-1] == "names without the prefix 'model.module.', which all had"

@@ -461,3 +461,11 @@ class PartOfOne:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch._utils._rebuild_wrapper_subclass, (1,)
+
+
+def test_names_too_long_to_be_told_are_refused_and_not_taken_for_one(tmp_path: Path) -> None:
+    torch.save({letter * 70_000: torch.ones(2) for letter in "ab"}, tmp_path / "file.pt")
+    with pytest.raises(
+        CheckpointError, match="file.pt: found a name of 70000 characters in a dict; needed at most 65536"
+    ):
+        convert(tmp_path / "file.pt", tmp_path / "out", Options())

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.agree import Peers
-from shardwise.checkpoint.changed import changed
+from shardwise.checkpoint.changed import changed, of_stage
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saving import number_of
 from shardwise.checkpoint.scalars import agreed
@@ -272,10 +271,10 @@ def test_what_json_changes_is_no_change(tmp_path: Path) -> None:
     manifest = replace(Manifest.read(path), scalars={"step": 7, **now})
     read = Manifest.decode(manifest.encode(), "manifest")
     state: Any = SimpleNamespace(placed=SimpleNamespace(plan=sw.Plan()), scalars=lambda: now)
-    assert changed(Peers(0, 1), read, state) == ()
+    assert changed(read, state, [of_stage(state)]) == ()
     other = {"base_lr": [0.1], "optimizer": {"name": "AdamW", "groups": [settings | {"betas": (0.9, 0.99)}]}}
     state.scalars = lambda: other
-    assert [line.partition(":")[0] for line in changed(Peers(0, 1), read, state)] == [
+    assert [line.partition(":")[0] for line in changed(read, state, [of_stage(state)])] == [
         "base_lr",
         "optimizer.groups.betas[1]",
     ]

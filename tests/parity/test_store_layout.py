@@ -113,3 +113,14 @@ def boxes_by_axis() -> list[tuple[int, ...]]:
 
 def test_tensors_of_one_shape_that_are_cut_over_other_axes_have_their_own_boxes(world: World) -> None:
     assert world(4, boxes_by_axis)[1] == [(0, 0), (2, 0)]
+
+
+def test_numbers_that_do_not_lie_as_such_are_refused_by_name() -> None:
+    for tensor, said in (
+        (torch.eye(3).to_sparse(), "the layout torch.sparse_coo"),
+        (torch.ones(3, dtype=torch.complex64).conj(), "a conjugate's view"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"model.w: found {said}, needed dense numbers; keep it as .to_dense"
+        ):
+            held_by({"model.w": tensor})

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.checkpoint import loading, store
+from shardwise.checkpoint import loading, shardfile, store
+from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.arrival import Arrival
 from shardwise.checkpoint.digests import PartDigest
 from shardwise.checkpoint.directory import Directory, Listing
@@ -37,6 +39,7 @@ from shardwise.train.probe import Probe
 from shardwise.train.state import TrainState
 from shardwise.train.step import make_step
 from tests.parity.placing import LAYOUTS, State, place
+from tests.plain import Plain
 
 
 class Wrong(State):
@@ -334,6 +337,29 @@ def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(
     assert loaded is not None and loaded.step == 4 and loaded.skipped == () and len(calls) == 2
 
 
+@pytest.mark.parametrize("before", ["names", "_manifest"])
+def test_what_is_pruned_while_it_is_listed_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """A reader beside a run that keeps one: between its look at names and that at manifests a save came and went."""
+    newest, older = saved(tmp_path / "store")
+    newest.rename(tmp_path / newest.name)
+    kind = LocalFiles if before == "names" else Directory
+    real = getattr(kind, before)
+
+    def prune(self: Any, path: Path, *known: bool) -> Any:
+        found = real(self, path) if before == "names" else None
+        if older.exists():
+            shutil.rmtree(older)
+            (tmp_path / newest.name).rename(newest)
+        return found if before == "names" else real(self, path, *known)
+
+    monkeypatch.setattr(kind, before, prune)
+    (tmp_path / "store" / "latest").unlink()
+    listing = Directory(tmp_path / "store", LocalFiles()).listing()
+    assert [path for path, _ in listing.complete] == [newest] and not listing.damaged
+
+
 @pytest.mark.parametrize("content", [None, "", "another digit"])
 def test_store_json_is_written_anew(tmp_path: Path, content: str | None) -> None:
     saved(tmp_path)
@@ -376,3 +402,19 @@ def test_a_probe_in_fp16_is_measured_by_a_scale_that_its_gradients_bear() -> Non
         with torch.no_grad():
             next(iter(placed.parameters())).fill_(math.nan)
         assert math.isnan(probe.measure(state).grad_norm)
+
+
+def test_a_load_meets_five_times_and_opens_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks come late a meeting costs more than all digests, and of many tensors a header more than its read."""
+    meetings, headers = list[object](), list[str]()
+    gather, parse = Peers.gather, shardfile.parse_header
+    monkeypatch.setattr(Peers, "gather", lambda peers, value: meetings.append(value) or gather(peers, value))
+    monkeypatch.setattr(shardfile, "parse_header", lambda *how: headers.append(how[2]) or parse(*how))
+    state = Plain()
+    path = Store(tmp_path).save(state).path
+    store = Store(tmp_path)
+    for load, meets in ((lambda: store.load(state, path), 5), (lambda: store.load_latest(state), 6)):
+        meetings.clear()
+        headers.clear()
+        assert load().proof.line == "resume proof: 5/5 tensors, checksums ok"
+        assert (len(meetings), len(headers)) == (meets, 1)

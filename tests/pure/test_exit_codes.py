@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +71,11 @@ def test_ctrl_c_while_a_rank_reports_its_error_is_ctrl_c(
     assert told.endswith("RuntimeError: lost the others\n") and "entry.py" not in told  # from the script's own frame on
     monkeypatch.setattr("traceback.format_exception", interrupted)
     assert main(script) == ExitCode.INTERRUPTED and not capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    script = "import sys; sys.path.insert(0, sys.argv.pop()); from shardwise.__main__ import main; main()"
+    command = [sys.executable, "-c", script, "train", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

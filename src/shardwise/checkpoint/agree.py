@@ -20,6 +20,7 @@ from shardwise.parallel import together
 from shardwise.parallel.mesh import Mesh
 
 T = TypeVar("T")
+U = TypeVar("U")
 WRITING_S = 1800.0
 """Seconds that ranks wait at least for others that write, beside training."""
 
@@ -90,7 +91,7 @@ class Peers:
         Raises:
             CheckpointError: naming the rank and its reason; a `DamagedError` when every failure is one.
         """
-        return self._agreed(doing, work)[self.rank]
+        return self.meeting(doing, lambda: (work(), None))[0]
 
     def on_first(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and give its result to all; if it failed, all raise.
@@ -106,23 +107,27 @@ class Peers:
         Raises:
             CheckpointError: as `together`.
         """
-        return self._agreed(doing, work, tell=True)
+        return self.meeting(doing, lambda: (None, work()))[1]
 
-    def _agreed(self, doing: str, work: Callable[[], T], *, tell: bool = False) -> list[T]:
-        """This rank's result in its place, and with `tell` those of all ranks in theirs: one gather."""
-        result, failure, cause = cast(T, None), None, None
+    def meeting(self, doing: str, work: Callable[[], tuple[T, U]]) -> tuple[T, list[U]]:
+        """Run `work` on every rank: its first result stays here, its second is told to all, by rank; one gather.
+
+        Raises:
+            CheckpointError: as `together`.
+        """
+        own, says, failure, cause = cast(T, None), cast(U, None), None, None
         try:
-            result = work()
+            own, says = work()
         except Exception as error:  # whatever it is: the other ranks wait for this one's word
             failure, cause = (isinstance(error, DamagedError), f"rank {self.rank}: {reason(error)}"), error
-        told = self.gather((failure, result if tell else None))
+        told = self.gather((failure, says))
         failures = [found for found, _ in told if found is not None]
         if failures:
             kind = DamagedError if all(damaged for damaged, _ in failures) else CheckpointError
             raise kind(f"{doing}: {failures[0][1]}") from cause
-        results = [cast(T, value) for _, value in told]
-        results[self.rank] = result
-        return results
+        everyones = [value for _, value in told]
+        everyones[self.rank] = says
+        return own, everyones
 
 
 def reason(error: BaseException) -> str:
@@ -132,8 +137,13 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name)  # the second: of a rename
         found = f"{error.strerror} ({where})" if where else error.strerror
-        return found + _TO_DO.get(error.errno or 0, "")
+        return found + to_do(error)
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def to_do(error: OSError) -> str:
+    """What helps against an error of the disk, behind a semicolon; empty where nobody knows."""
+    return _TO_DO.get(error.errno or 0, "")
 
 
 _TO_DO = {

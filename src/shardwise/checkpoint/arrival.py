@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.digests import BLOCK, PartDigest
-from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest
@@ -87,17 +85,13 @@ def _room(targets: list[Tensor]) -> Tensor:
     return host_memory(max((target.nbytes for target in others), default=0), pinned=pinned)
 
 
-def fill(
-    path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor], whole: Container[str]
-) -> Arrivals:
+def fill(reader: Reader, template: Mapping[str, Tensor], whole: Container[str]) -> Arrivals:
     """Read this rank's elements into its tensors, and nothing else.
 
     The tensors are fresh ones, and no part of the state yet: bytes are read into them, and checked there.
 
     Args:
-        path: of the checkpoint.
-        manifest: of it.
-        files: where from.
+        reader: of the checkpoint.
         template: this rank's tensors.
         whole: names of those that are `as_stored` on every rank; what is returned are their parts.
 
@@ -108,7 +102,7 @@ def fill(
         DamagedError: naming file, tensor and offset.
     """
     arrived = Arrivals()
-    with Reader(path, manifest, files) as reader, torch.no_grad():
+    with torch.no_grad():
         held = held_by(template)
         held.sort(key=lambda item: reader.place(item.part.name, item.part.box))
         room = _room([item.of(template[item.part.name]) for item in held])
@@ -125,6 +119,6 @@ def fill(
             if not direct:
                 target.copy_(place)
             if read is not None:
-                piece = [stored.box for stored in manifest.tensors[part.name].pieces].index(part.box)
+                piece = [stored.box for stored in reader.manifest.tensors[part.name].pieces].index(part.box)
                 arrived[part.name, part.box] = Arrival.of(tensor, target, piece, read)
     return arrived

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saveable import Grouping, Saveable
@@ -18,21 +17,26 @@ _KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "ema_warmup", "data.global
 """Of the scalars: what is said when it differs. What lies in the data is compared by the loader, which refuses."""
 
 
-def changed(peers: Peers, manifest: Manifest, state: Saveable, *, converts: bool = False) -> tuple[str, ...]:
+def of_stage(state: Saveable) -> dict[str, Any]:
+    """What of a state's settings other ranks need: stages of a pipeline have their own groups of the optimizer."""
+    own = state.scalars() | members_of(state)
+    return {key: own[key] for key in OF_STAGE if key in own}
+
+
+def changed(
+    manifest: Manifest, state: Saveable, everyones: list[dict[str, Any]], *, converts: bool = False
+) -> tuple[str, ...]:
     """One line per difference, `base_lr: 0.01 -> 0.5`; what one of the two does not say is not compared.
 
-    Every rank calls it: stages of a pipeline have groups of the optimizer of their own.
-
     Args:
-        peers: the ranks.
         manifest: of the checkpoint.
         state: before it takes over the checkpoint.
+        everyones: what `of_stage` gave on each rank.
         converts: its averages may be of another type, so that its class is, too.
     """
     if "imported" in manifest.scalars:  # another program's
         return ()
-    own = state.scalars() | members_of(state)
-    now = own | united(peers.gather({key: own[key] for key in OF_STAGE if key in own}))
+    now = state.scalars() | united(everyones)
     return tuple(
         line.replace(_PAIRS, "")
         for line in _changed(manifest, now, state)

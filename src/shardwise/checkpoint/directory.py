@@ -207,6 +207,13 @@ class StoreDirectory(ABC):
             CheckpointError: the path is no store, or holds a checkpoint of another schema.
         """
         self.check_is_store()
+        found = None
+        while found is None:  # what was removed meanwhile is no damage, and what came in its place is to be found
+            found = self._listed(known)
+        return found
+
+    def _listed(self, known: bool) -> Listing | None:
+        """What `listing` gives; None: a checkpoint was removed while it was looked at."""
         complete: list[tuple[Path, Manifest]] = []
         damaged: list[Skipped] = []
         steps, run = set[int](), self.run_id()
@@ -221,7 +228,11 @@ class StoreDirectory(ABC):
                 manifest.check_finite(entry)
                 complete.append((entry, manifest))
             except DamagedError as error:
+                if (step, kind, entry) not in self._entries():
+                    return None
                 damaged.append(Skipped(entry, str(error)))
+        if not steps and any(kind != "partial" for _, kind, _ in self._entries()):
+            return None
         damaged = damaged if known else [*self._lost(steps), *damaged]
         complete.sort(key=lambda pair: pair[1].sequence, reverse=True)
         self._sequence = max([self._sequence, *(manifest.sequence for _, manifest in complete)])

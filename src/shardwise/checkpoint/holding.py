@@ -1,13 +1,19 @@
-"""`Holder`: one store, one run. Rank 0 of a script holds its store, as `shardwise train` holds its directory."""
+"""`Holder`: one store, one run. Rank 0 of a script holds its store, as `shardwise train` holds its directory.
+
+`unwritable`: what would keep a rank from saving there.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.checkpoint.agree import to_do
 from shardwise.checkpoint.remote import RemotePath
 from shardwise.errors import LockedError, UsageError
 from shardwise.findings import Finding
@@ -96,3 +102,25 @@ class Holder:
             note, self._noted = "" if self._noted else f"{self._store}: {error}", True
             return Held(note=note)
         return Held()
+
+
+def unwritable(store: Path, num_bytes: int) -> str:
+    """Why a save of so many bytes would fail now, on this rank; empty: nothing is known, as of an object store.
+
+    Cost: a file without a name, flushed: nothing is left.
+    """
+    if isinstance(store, RemotePath):
+        return ""
+    place = store
+    try:
+        place = next(parent for parent in (store, *store.parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+            free = shutil.disk_usage(place).free
+    except OSError as error:
+        return f"{error.strerror or error} ({place}){to_do(error)}"
+    if free < num_bytes:
+        return f"{free} bytes are free in {place}, and a checkpoint takes {num_bytes}; free some space there"
+    return ""

@@ -18,7 +18,6 @@ from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.arrival import Arrivals
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
 from shardwise.checkpoint.directory import Skipped
-from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
@@ -248,17 +247,16 @@ def bits(manifest: Manifest, names: Container[str]) -> int:
     return sum(1 << i for i, name in enumerate(manifest.tensors) if name in names)
 
 
-def check_damage(peers: Peers, path: Path, manifest: Manifest, files: Files) -> None:
+def check_damage(peers: Peers, reader: Reader) -> None:
     """What can be told without reading data: files missing or too many, and the headers of this rank's share of them.
 
     Raises:
         DamagedError: naming the file.
     """
-    with Reader(path, manifest, files) as reader:
-        if peers.rank == 0:
-            reader.check_directory()
-        for index in range(peers.rank, len(manifest.files), peers.world):
-            reader.file(index)
+    if peers.rank == 0:
+        reader.check_directory()
+    for index in range(peers.rank, len(reader.manifest.files), peers.world):
+        reader.file(index)
 
 
 def check_probe(proof: Proof, manifest: Manifest, probe: Any, state: Any, processors: str) -> Proof:

@@ -27,6 +27,7 @@ from shardwise.checkpoint.format import (
     check_name,
     json_of,
     parse_json,
+    uncollected,
 )
 from shardwise.checkpoint.format import whole as whole_box
 from shardwise.checkpoint.shardfile import FileEntry, Identity, file_name
@@ -165,6 +166,7 @@ class Manifest:
         return cls.decode(data, str(path))
 
     @classmethod
+    @uncollected()
     def decode(cls, data: bytes, where: str) -> Manifest:
         """A manifest's bytes, checked.
 

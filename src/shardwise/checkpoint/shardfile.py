@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from shardwise.checkpoint.digests import BLOCK, DIGEST, DIGESTS, FORMAT, BlockDigests, Digest, table_size
 from shardwise.checkpoint.files import ALIGNED, Closing, Files
-from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse_json, piece_key
+from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse_json, piece_key, uncollected
 from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
 from shardwise.findings import shown
 
@@ -151,6 +151,7 @@ class Header(NamedTuple):
     """What the table holds."""
 
 
+@uncollected()
 def parse_header(text: bytes, num_bytes: int, where: str) -> Header:
     """A file's header, checked.
 

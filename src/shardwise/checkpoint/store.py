@@ -12,22 +12,14 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.agree import Peers, late_told
-from shardwise.checkpoint.changed import changed
-from shardwise.checkpoint.converting import with_converted
 from shardwise.checkpoint.directory import Skipped, StoreDirectory
-from shardwise.checkpoint.drawn import States, digests, gathered, go_on, moved, stored
+from shardwise.checkpoint.drawn import digests, gathered, moved
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
-from shardwise.checkpoint.holding import Held, Holder
+from shardwise.checkpoint.holding import Held, Holder, unwritable
 from shardwise.checkpoint.layout import held_by
 from shardwise.checkpoint.loading import Loaded as Loaded
-from shardwise.checkpoint.loading import (
-    check_damage,
-    check_probe,
-    processor,
-    processors,
-    prove,
-)
+from shardwise.checkpoint.loading import check_probe, processor, processors
 from shardwise.checkpoint.manifest import NOT_FINITE, Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.remote import files_for, located, standing
@@ -206,6 +198,7 @@ class Store:
         result. `convert_state` is that of `load`.
 
         A run that goes on from a store must be the only one that does: it is refused while another one saves there.
+        Where no save would work (no rights, no room, a file in the way), a warning says so, and why.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the checkpoint is not of this model and optimizer.
@@ -215,18 +208,28 @@ class Store:
         wait_for_others()
         peers, doing = Peers.of(mesh_of(state)), f"loading from {self.path}"
         with late_told(doing, peers):
-            held, mended = peers.from_all(doing, lambda: self._begin(state))[0]
+            told = peers.from_all(doing, lambda: self._begin(state))
+        held, mended, _ = told[0]
         self._findings += held.check()
+        if failing := next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(told) if why), None):
+            peers.warn(
+                f"{self.path}: no checkpoint can be saved here as it is now: {failing}; what is there can be read"
+            )
         if mended is not None:
             what = f"{mended}: it was written anew, from a checkpoint that is whole"
             self._findings.append(Finding(id="checkpoint.store", severity="note", what=what))
         return self._load_newest(state, self._directory, convert_state=convert_state)
 
-    def _begin(self, state: Saveable) -> tuple[Held, str | None]:
-        """Refuse what no save will take, before anything is trained. On rank 0 mend the store, if nobody holds it."""
-        held_by(state.tensors())
+    def _begin(self, state: Saveable) -> tuple[Held, str | None, str]:
+        """Refuse what no save will take, before anything is trained. On rank 0 mend the store, if nobody holds it.
+
+        Who holds the store, what was mended, and why no save would work, as far as this rank can tell.
+        """
+        tensors = state.tensors()
+        held_by(tensors)
+        failing = unwritable(self.path, sum(each.numel() * each.element_size() for each in tensors.values()))
         held = self._holder.look(state.mesh)
-        return held, self._directory.mend() if state.mesh.rank == 0 and not held.refusal else None
+        return held, self._directory.mend() if state.mesh.rank == 0 and not held.refusal else None, failing
 
     def _load_newest(self, state: Saveable, directory: StoreDirectory, **how: bool) -> Loaded | None:
         """As `load`, the newest checkpoint of a store whose files are whole; None: it holds none at all."""
@@ -240,7 +243,7 @@ class Store:
             for path, manifest in found.complete:
                 if manifest.save not in failed:
                     try:
-                        loaded = self._load(state, path, tuple(skipped), **how)
+                        loaded = self._load(state, path, manifest, tuple(skipped), **how)
                     except DamagedError as error:
                         failed[manifest.save] = Skipped(path, str(error))
                     else:
@@ -289,35 +292,31 @@ class Store:
         place, how = located(path), {"weights_only": weights_only, "convert_state": convert_state}
         directory = directory_of(place, files_for(place, self._directory.files))
         peers, doing = Peers.of(mesh_of(state)), f"loading {place}"
+
+        def look() -> Manifest | None:
+            return None if directory.is_store() else Manifest.read(place, directory.files)
+
         with late_told(doing, peers):
-            is_store = peers.on_first(doing, directory.is_store)
-        loaded = self._load_newest(state, directory, **how) if is_store else None
-        return loaded or self._load(state, place, (), **how)
+            manifest = peers.on_first(doing, look)
+        if manifest is not None:
+            return self._load(state, place, manifest, (), **how)
+        if (loaded := self._load_newest(state, directory, **how)) is None:
+            raise CheckpointError(f"{doing}: the store holds no checkpoint; choose another, or train one")
+        return loaded
 
     def _load(
         self,
         state: Saveable,
         path: Path,
+        manifest: Manifest,
         skipped: tuple[Skipped, ...],
         *,
         weights_only: bool = False,
         convert_state: bool = False,
     ) -> Loaded:
-        start, peers, doing = time.perf_counter(), Peers.of(mesh_of(state)), f"loading {path}"
-        files = files_for(path, self._directory.files)
-        manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
-
-        def check() -> States:
-            check_damage(peers, path, manifest, files)
-            return stored(manifest.scalars, peers.rank, path)
-
-        drawn = peers.together(doing, check)
-        changes = () if weights_only else changed(peers, manifest, state, converts=convert_state)
+        start, peers, files = time.perf_counter(), Peers.of(mesh_of(state)), files_for(path, self._directory.files)
         how = {"weights_only": weights_only, "convert_state": convert_state}
-        kept, converted, told = take_over(state, path, manifest, files, **how)
-        proof = with_converted(prove(kept, told), manifest, converted)
-        if not weights_only:
-            peers.together(doing, lambda: go_on(drawn, path, state.mesh.device))
+        proof, changes = take_over(state, path, manifest, files, **how)
         if self.probe is not None and manifest.probe is not None:
             proof = check_probe(proof, manifest, self.probe, state, processors(peers.gather(processor())))
         if path.resolve().parent == self.path.resolve():

@@ -8,6 +8,8 @@ model.safetensors, optimizer.pt               a Trainer of transformers, with tr
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.checkpoint.foreign.opened import OpenFiles
@@ -32,6 +34,9 @@ COMMON = "common.pt"
 LIGHTNING = "pytorch-lightning_version"
 _PROGRESS = "trainer_state.json"
 _MAX_PROGRESS = 256 * 1024 * 1024
+_ADAPTER = "adapter_config.json"
+_OF_ADAPTERS = (".lora_", ".ia3_", "prompt_embeddings", ".hada_", ".lokr_", ".oft_")
+"""In the names that PEFT gives to what it trains."""
 
 
 def is_state_file(name: str) -> bool:
@@ -112,3 +117,23 @@ def add_progress(files: OpenFiles, path: Path, found: Foreign) -> None:
     if step_of(said) is None:
         what = f"has {size} bytes, at most {_MAX_PROGRESS} are read" if size > _MAX_PROGRESS else f"says {said!r:.80}"
         found.notes.append(f"the step, which is 0 here: {_PROGRESS} {what}, needed global_step, a whole number")
+
+
+def of_adapters(files: OpenFiles, folder: Path, names: Collection[str]) -> list[str]:
+    """A note, where weights are what PEFT trains beside a model, which is elsewhere.
+
+    Args:
+        files: they stay open.
+        folder: that the weights' file lies in.
+        names: of the weights.
+    """
+    if not names or not all(any(part in name for part in _OF_ADAPTERS) for name in names):
+        return []
+    base = f"no {_ADAPTER} beside them says which"
+    with suppress(CheckpointError):  # a directory that may not be listed, or a file that is none: it was not asked for
+        if _ADAPTER in files.names(folder) and (size := files.size(file := folder / _ADAPTER)) <= _MAX_PROGRESS:
+            said = parse_json(files.read(file, 0, size), str(file)).get("base_model_name_or_path")
+            base = f"{_ADAPTER} says {said!r:.200}" if said else base
+    return [
+        f"the base model, which these adapters of PEFT are trained beside: {base}; merge them there for a whole model"
+    ]

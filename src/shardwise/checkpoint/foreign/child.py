@@ -136,6 +136,9 @@ class _Writer:
 
     def _container(self, value: Any, within: tuple[Opened, int]) -> Any:
         if isinstance(value, dict):
+            if long := [len(key) for key in value if isinstance(key, str) and len(key) > MAX_TEXT]:
+                what = f"a name of {long[0]} characters in a dict"
+                raise RefusedError(what, f"at most {MAX_TEXT}", "save the tensors under shorter names")
             pairs = [[self._json(k, within), self._json(v, within)] for k, v in value.items()]  # keys may be records
             return {"d": pairs}
         if isinstance(value, list | tuple | set):

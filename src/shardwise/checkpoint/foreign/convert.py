@@ -33,7 +33,7 @@ from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.names import read_rules, rename
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.optimizers import Beside, add_beside
-from shardwise.checkpoint.foreign.parts import check_folders
+from shardwise.checkpoint.foreign.parts import check_folders, check_lone, narrow_norms
 from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
 from shardwise.checkpoint.foreign.state import Foreign, without_elements
 from shardwise.checkpoint.foreign.torch_files import add_meta, read_torch
@@ -152,6 +152,8 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     if kind == "deepspeed":
         return read_deepspeed(files, source, options.unsafe, options.optimizer, options.in_order)
     found = _read(files, source, kind, options)
+    found.notes += check_lone(files, source) if source.is_file() else []
+    found.notes += filter(None, [narrow_norms(found.weights)])
     how = Beside(optimizer=options.optimizer, in_order=options.in_order, unsafe=options.unsafe)
     add_beside(files, source, found, how)
     return found

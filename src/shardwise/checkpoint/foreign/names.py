@@ -14,6 +14,7 @@ from shardwise.findings import nearest, shown
 from shardwise.records import parse_toml, read_small
 
 T = TypeVar("T")
+_DDP = "module."
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ def _leave_first_names(found: Foreign, change: Callable[[str], str | None]) -> N
 
 
 def _common(found: Foreign) -> str:
-    """DDP's prefix, or that of a LightningModule whose only child is the model."""
-    prefixes = PREFIXES if found.kind.startswith("lightning") else ("module.",)
+    """DDP's prefix, or that of a LightningModule whose only child is the model, with DDP's behind it."""
+    is_lightning = found.kind.startswith("lightning")
+    prefixes = [own + ddp for own in PREFIXES for ddp in (_DDP, "")] if is_lightning else [_DDP]
     names = list(found.weights)
     return next((p for p in prefixes if names and all(name.startswith(p) for name in names)), "")
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.beside import ASIDE, add_progress, aside, is_dcp, is_weights_file, states_in
+from shardwise.checkpoint.foreign.beside import (
+    ASIDE,
+    add_progress,
+    aside,
+    is_dcp,
+    is_weights_file,
+    of_adapters,
+    states_in,
+)
 from shardwise.checkpoint.foreign.dcp import read_dcp_state
 from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.foreign.opened import OpenFiles
@@ -41,6 +49,7 @@ def add_beside(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> Non
     Raises:
         CheckpointError: the state is refused by its reader, or torn.
     """
+    found.notes += of_adapters(files, path.parent if path.is_file() else path, found.weights)
     alone = path.is_file() or is_dcp(files, path)
     if alone:
         with suppress(CheckpointError):  # it was not asked for: a directory that may not be listed is no error
