@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, ShardwiseError
 from shardwise.model.nested import at, put
 from shardwise.model.tracer import Chain, copy_module, tensors_in, without_gradients
 from shardwise.parallel.placed import RandomKeys
@@ -91,7 +91,7 @@ def called_alone(what: str) -> ModelError:
     )
 
 
-class NotOfStageError(ModelError, AttributeError):
+class NotOfStageError(ShardwiseError, AttributeError):
     """What a script, or forward, asks of a layer whose parameters are on another stage."""
 
     def __init__(self, where: str, name: str) -> None:
