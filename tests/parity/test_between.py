@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
@@ -170,3 +171,24 @@ def test_what_a_script_begins_later_is_followed_too(world: World) -> None:
         assert not said and not left
         for name, value in weights.items():
             torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12)
+
+
+def changed_elsewhere(text: str, how: str) -> str:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh:
+        module: Any = sw.apply(Net, plan, mesh, seed=1).module
+        block = next(m for m in module.modules() if type(m).__name__ == "PassThrough")
+        assert not hasattr(block, "nothing") and getattr(block, "nothing", None) is None
+        with pytest.raises(AttributeError) as caught:
+            if how == "read":
+                float(block.up.weight.norm())
+            else:
+                prune.l1_unstructured(block if how == "prune" else block.up, "weight", amount=0.5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["read", "prune", "prune within"])
+def test_a_layer_of_another_stage_says_what_it_is(world: World, how: str) -> None:
+    """A rank ended in torch's words, of an attribute that a stand-in has not."""
+    for said in world(2, changed_elsewhere, PP, how):
+        assert "found a layer of another stage of the pipeline" in said
