@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.parallel.history import tensors_in
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import storage_key
+from shardwise.train.drawn import generator_of
 from shardwise.train.flow import Flow, Held
 from shardwise.train.torch_private import has_modes, is_innermost, is_operation, local_of
 
@@ -144,7 +145,7 @@ class _Operations(Flow):  # type: ignore[no-untyped-call]  # a mode of torch's, 
         given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
         drawn = {self._made[t] for t in given if t in self._made}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            drawn.add(_generator(given, args, kwargs or {}))
+            drawn.add(generator_of(args, kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in (result,) if isinstance(result, Tensor) else ():
             for generator in drawn:
@@ -170,14 +171,6 @@ class _Operations(Flow):  # type: ignore[no-untyped-call]  # a mode of torch's, 
         """Of each weight a number may be printed; one of all is of a stage."""
         if tensor.is_floating_point() and self._is_wrong(source):
             self._warn(_said("a number that is read and, if it is more than printed,", "them", source.mixed))
-
-
-def _generator(given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
-    """Which one an operation draws from, and whether it was seeded since it drew last."""
-    own = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
-    generator = own if own is not None else torch.default_generator
-    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-    return id(generator), bool(torch.equal(fresh.get_state(), generator.get_state()))
 
 
 def _said(operation: str, target: str, mixed: str) -> str:
