@@ -205,29 +205,34 @@ class Together(nn.Module):
             "scaled": lambda: x / x.abs().max().detach(),
             "capacity": lambda: x * (chosen.cumsum(0) <= len(x) // 2)[:, None],
             "attended": lambda: (x @ x.T).softmax(-1) @ x,
+            "negatives": lambda: (x, F.cross_entropy(x @ x.T, torch.arange(len(x)))),
             "balanced": lambda: (x, x.mean(0).square().sum()),
             "divided": lambda: (x, (x[:, 0] * chosen).sum() / (chosen.sum() + 1)),
             "mean": lambda: (x, 3.0 * x.square().mean() + x.mean(0).sum() / 2),
             "written down": lambda: (x, F.one_hot(chosen, 4).double().mean(0).square().sum()),
             "looked up": lambda: x + self.after(chosen) * x.softmax(-1) + F.one_hot(chosen, DIM),
+            "normalized": lambda: F.normalize(x, dim=-1) + x.norm(dim=1, keepdim=True),
+            "norm of all": lambda: x / x.norm(),
             "batch norm": lambda: self.after(x) + x.mean(-1, keepdim=True),
             "counted": lambda: x + torch.zeros(DIM).double().index_add(0, chosen, x[:, 0]).shape[0],
         }
         return made[kind]()
 
 
-@pytest.mark.parametrize("kind", ["normed", "scaled", "capacity", "attended", "balanced", "divided"])
+@pytest.mark.parametrize(
+    "kind", ["normed", "scaled", "capacity", "attended", "negatives", "balanced", "divided", "norm of all"]
+)
 def test_rows_of_other_rows_are_said_where_no_rank_can_call_the_model_alone(world: World, kind: str) -> None:
     """Each part had its own norm, capacity or balance, without a word under sharded parameters and pipelines."""
-    loss = added if kind in ("balanced", "divided") else loss_fn
+    loss = added if kind in ("negatives", "balanced", "divided") else loss_fn
     for text in ("fsdp2 / blocks=blocks.*", "pp2 / gpipe mb2"):
         (told,) = sum(world(2, said, text, partial(Together, kind), loss), [])
         assert told.startswith("forward makes something of all rows that it is given: `") and "2 parts" in told
 
 
-@pytest.mark.parametrize("kind", ["mean", "written down", "looked up", "batch norm", "counted"])
+@pytest.mark.parametrize("kind", ["mean", "written down", "looked up", "normalized", "batch norm", "counted"])
 def test_rows_that_are_their_own_are_not_said(world: World, kind: str) -> None:
-    loss = loss_fn if kind in ("looked up", "batch norm", "counted") else added
+    loss = added if kind in ("mean", "written down") else loss_fn
     assert world(2, said, "fsdp2 / blocks=blocks.*", partial(Together, kind), loss) == [[], []]
 
 

@@ -29,8 +29,8 @@ class Of(Enum):
 
 
 _SUMS = {"sum", "mean"}
-_ALL = {"amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "logsumexp", "median", "linalg_vector_norm",
-        "norm"}  # fmt: skip
+_NORMS = {"linalg_vector_norm", "norm"}
+_ALL = {"amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "logsumexp"} | _NORMS
 _ALONG = {"cumsum", "cumprod", "_softmax", "_log_softmax", "sort", "flip", "roll", "topk", "logcumsumexp"}
 _LINEAR = {
     "add", "sub", "rsub", "neg", "sum", "mean", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand",
@@ -111,6 +111,7 @@ class Rows(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
         is_one = sum(mark is not None for mark in marks) == 1 and (base != "div" or marks[0] is not None)
         linear = Of.ALL not in marks and (base in _LINEAR or (base in _OF_TWO and is_one))
         known = pointwise or base in _LINEAR | _OF_TWO | _ALL | _ALONG
+        known |= any(mark is Of.ALL and t.is_floating_point() for t, mark in zip(given, marks, strict=True))  # no index
         return (Of.SUM if linear else Of.ALL if known else None), told
 
     def _met(self, call: Call, marks: list[Any], told: str, *, pointwise: bool) -> Split | Of | None:
@@ -133,6 +134,8 @@ def _of_rows(call: Call, result: Any, *, pointwise: bool) -> tuple[Split | Of | 
         return None, ""
     if (kept := _kept(call)) is not None:
         return kept, ""
+    if base in _NORMS:  # which has its dims where a sum has none
+        call = replace(call, name="amax", args=(given[0], call.argument(2, "dim")), kwargs={})
     try:
         return after(call, pointwise=pointwise), ""
     except (EndsSplitError, ValueError, IndexError, TypeError):
