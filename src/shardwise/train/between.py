@@ -94,7 +94,7 @@ class Body(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every call of a torch function comes here; so do those of workers that were forked within it."""
-        if torch.compiler.is_compiling() or self.is_over or os.getpid() != self._process:
+        if self.is_over or torch.compiler.is_compiling() or os.getpid() != self._process:
             return func(*args, **(kwargs or {}))
         line = _line_of_script()
         if line not in self._known and any(self._is_weight(t) for t in tensors_in((args, kwargs or {}))):

@@ -77,4 +77,5 @@ def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int,
     own = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
     generator = own if own is not None else torch.default_generator
     fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-    return id(generator), bool(torch.equal(fresh.get_state(), generator.get_state()))
+    # by its seed: a dispatcher wraps a generator anew for each operation
+    return generator.initial_seed(), bool(torch.equal(fresh.get_state(), generator.get_state()))
