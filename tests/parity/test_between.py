@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
@@ -74,6 +75,26 @@ def read(named: Params, step: int, generator: torch.Generator) -> None:
     float(torch.stack([p.norm() for p in named.values()]).norm())
 
 
+def late(body: Callable[..., None]) -> Callable[..., None]:
+    """The same from the third step on; before, what a script logs."""
+
+    def wait(named: Params, step: int, generator: torch.Generator) -> None:
+        if step > 1:
+            body(named, step, generator)
+        else:
+            for p in named.values():
+                float(p.detach().norm())
+
+    return wait
+
+
+LATE = {body.__name__: late(body) for body in (noise, noise_in_place, noise_alike, threshold, read, norm_of_all)}
+
+
+def trained_late(text: str, name: str, around: str = "") -> Any:
+    return trained(text, LATE[name], around)
+
+
 def trained(text: str, body: Callable[..., None], around: str = "") -> Any:
     """Weights after four steps, what was warned of, and whether a mode was left; or what was refused."""
     plan = sw.Plan.parse(f"{text} / fp64")
@@ -95,11 +116,10 @@ def trained(text: str, body: Callable[..., None], around: str = "") -> Any:
                 with guard.get(around, nullcontext)():
                     step(x)
                 counter: Any = FlopCounterMode(display=False) if around == "body" else nullcontext()
-                with counter, torch.no_grad():
-                    body(placed.named_parameters(), i, generator)
                 if around == "evaluate":
                     sw.evaluate(placed, loss_fn, sw.eval_batches(list(x), plan.batch, mesh, global_size=8))
-                    assert not has_modes()
+                with counter, torch.no_grad():
+                    body(placed.named_parameters(), i, generator)
         except ModelError as error:
             return str(error)
     weights = {name: p.detach().clone() for name, p in placed.named_parameters().items()}
@@ -135,3 +155,40 @@ def test_what_is_right_is_as_in_one_process(world: World, body: Callable[..., No
         assert not said and not left
         for name, value in weights.items():
             torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12)
+
+
+def test_what_a_script_begins_later_is_followed_too(world: World) -> None:
+    """Its first two turns alone were: what began in the third was another training, without a word."""
+    for name in ("noise", "noise_in_place", "noise_alike"):
+        for _, said, left in world(2, trained_late, PP, name):
+            assert len(said) == 1 and "numbers of one generator" in said[0] and not left
+    for said in world(2, trained_late, PP, "threshold", "evaluate"):
+        assert isinstance(said, str) and "what is made of all parameters that this rank has" in said
+    for _, said, _ in world(2, trained_late, PP, "read"):
+        assert len(said) == 1 and "a number that is read" in said[0]
+    (alone, _, _) = world(1, trained_late, "dp1", "norm_of_all")[0]
+    for weights, said, left in world(2, trained_late, PP, "norm_of_all", "evaluate"):
+        assert not said and not left
+        for name, value in weights.items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12)
+
+
+def changed_elsewhere(text: str, how: str) -> str:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh:
+        module: Any = sw.apply(Net, plan, mesh, seed=1).module
+        block = next(m for m in module.modules() if type(m).__name__ == "PassThrough")
+        assert not hasattr(block, "nothing") and getattr(block, "nothing", None) is None
+        with pytest.raises(AttributeError) as caught:
+            if how == "read":
+                float(block.up.weight.norm())
+            else:
+                prune.l1_unstructured(block if how == "prune" else block.up, "weight", amount=0.5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["read", "prune", "prune within"])
+def test_a_layer_of_another_stage_says_what_it_is(world: World, how: str) -> None:
+    """A rank ended in torch's words, of an attribute that a stand-in has not."""
+    for said in world(2, changed_elsewhere, PP, how):
+        assert "found a layer of another stage of the pipeline" in said

@@ -127,7 +127,7 @@ def said(text: str, model: Any, loss: Any = loss_fn, tokens: int = TOKENS, rows:
     return [str(each.message) for each in caught if str(each.message).startswith(STARTS)]
 
 
-STARTS = ("layer", "forward draws", "what the loss function", "the loss function", "the model (")
+STARTS = ("layer", "forward draws", "forward makes", "what the loss function", "the loss function", "the model (")
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru", "attention", "encoder"])
@@ -182,6 +182,58 @@ def test_rows_compared_beside_a_scale_are_said(world: World, text: str) -> None:
     """The scale of CLIP is a number, and its negatives are a part's."""
     found = world(2, said, text, partial(Made, "compared"), compared)
     assert sorted(map(len, found)) == [0, 1] and "no mean over rows" in sum(found, [])[0]
+
+
+class Together(nn.Module):
+    """Rows that are made of each other, or seem so, behind two blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        if kind in ("looked up", "batch norm"):
+            self.after = nn.Embedding(4, DIM) if kind == "looked up" else nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Any:
+        kind = self.kind
+        chosen = (x[:, 0, 0] > 0).long()
+        x = x.mean(1)
+        for block in self.blocks:
+            x = block(x)
+        made: dict[str, Any] = {
+            "normed": lambda: (x - x.mean(0)) / x.std(0),
+            "scaled": lambda: x / x.abs().max().detach(),
+            "capacity": lambda: x * (chosen.cumsum(0) <= len(x) // 2)[:, None],
+            "attended": lambda: (x @ x.T).softmax(-1) @ x,
+            "negatives": lambda: (x, F.cross_entropy(x @ x.T, torch.arange(len(x)))),
+            "balanced": lambda: (x, x.mean(0).square().sum()),
+            "divided": lambda: (x, (x[:, 0] * chosen).sum() / (chosen.sum() + 1)),
+            "mean": lambda: (x, 3.0 * x.square().mean() + x.mean(0).sum() / 2),
+            "written down": lambda: (x, F.one_hot(chosen, 4).double().mean(0).square().sum()),
+            "looked up": lambda: x + self.after(chosen) * x.softmax(-1) + F.one_hot(chosen, DIM),
+            "normalized": lambda: F.normalize(x, dim=-1) + x.norm(dim=1, keepdim=True),
+            "norm of all": lambda: x / x.norm(),
+            "batch norm": lambda: self.after(x) + x.mean(-1, keepdim=True),
+            "counted": lambda: x + torch.zeros(DIM).double().index_add(0, chosen, x[:, 0]).shape[0],
+        }
+        return made[kind]()
+
+
+@pytest.mark.parametrize(
+    "kind", ["normed", "scaled", "capacity", "attended", "negatives", "balanced", "divided", "norm of all"]
+)
+def test_rows_of_other_rows_are_said_where_no_rank_can_call_the_model_alone(world: World, kind: str) -> None:
+    """Each part had its own norm, capacity or balance, without a word under sharded parameters and pipelines."""
+    loss = added if kind in ("negatives", "balanced", "divided") else loss_fn
+    for text in ("fsdp2 / blocks=blocks.*", "pp2 / gpipe mb2"):
+        (told,) = sum(world(2, said, text, partial(Together, kind), loss), [])
+        assert told.startswith("forward makes something of all rows that it is given: `") and "2 parts" in told
+
+
+@pytest.mark.parametrize("kind", ["mean", "written down", "looked up", "normalized", "batch norm", "counted"])
+def test_rows_that_are_their_own_are_not_said(world: World, kind: str) -> None:
+    loss = added if kind in ("mean", "written down") else loss_fn
+    assert world(2, said, "fsdp2 / blocks=blocks.*", partial(Together, kind), loss) == [[], []]
 
 
 def test_a_forward_that_meets_other_ranks_is_not_called_again(world: World) -> None:

@@ -121,6 +121,48 @@ class Climb(torch.optim.Optimizer):
             p.sub_((piece / (1 + piece.norm()) if self.by == "flat by each" else piece).view_as(p), alpha=0.1)
 
 
+def noise_in_turn(optimizer: torch.optim.Optimizer, mesh: sw.Mesh) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for p in gradients_of(optimizer):
+        p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=0.01)
+
+
+def noise_anew(optimizer: torch.optim.Optimizer, mesh: sw.Mesh) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            noise = 0.01 * torch.empty(p.grad.shape, dtype=p.dtype).normal_()
+            p.grad = p.grad + noise
+
+
+def noise_of_the_whole(optimizer: torch.optim.Optimizer, mesh: sw.Mesh) -> None:
+    """Seeded for each, and this rank's rows of it."""
+    for number, p in enumerate(gradients_of(optimizer)):
+        rows = p.shape[0] * mesh.size("dp_shard")
+        generator = torch.Generator().manual_seed(number)
+        noise = torch.randn(rows, *p.shape[1:], generator=generator, dtype=p.dtype)
+        p.add_(noise.tensor_split(mesh.size("dp_shard"))[mesh.rank % mesh.size("dp_shard")], alpha=0.01)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("hook", [noise_in_turn, noise_anew])
+def test_noise_of_the_sizes_of_shards_or_of_one_stage_is_refused(world: World, hook: Hook) -> None:
+    """Each rank drew what is of its shard, or the same as the other stage, without a word."""
+    for text, part in (("fsdp2", "a shard"), ("pp2 / gpipe mb2", "one stage, after those for other weights")):
+        for said in world(2, stepped, text, hook):
+            assert isinstance(said, str) and f"of which this rank has {part}" in said
+
+
+def test_noise_of_the_whole_is_as_in_one_process(world: World) -> None:
+    (alone, _) = world(1, stepped, "dp1", noise_of_the_whole)[0]
+    for weights, said in world(2, stepped, "fsdp2", noise_of_the_whole):
+        assert not said
+        for name, value in weights.items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12)
+
+
 def stepped(text: str, hook: Hook | None, rule: str = "") -> Any:
     """Parameters after three steps, and what was warned of; or what was said."""
     plan = sw.Plan.parse(f"{text} / fp64")

@@ -326,3 +326,119 @@ def scaled(text: str, enabled: bool) -> Any:
 def test_a_scaler_left_in_a_loss_function_is_refused(world: World, text: str, enabled: bool) -> None:
     """The loss was reported 65,536 times too large."""
     world(1, scaled, text, enabled)
+
+
+class Normed(Net):
+    """A norm over rows by hand, in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - x.mean(0)) / x.std(0) if self.training else x)
+
+
+class Routed(Net):
+    """An expert with room for half of the rows at hand, the first ones of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wants = (x[:, 0] > -1).long()
+        return super().forward(x) * (wants.cumsum(0) <= len(x) // 2)[:, None]
+
+
+class Recurrent(Net):
+    """Its hidden state goes from one batch to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.zeros_like(x) if self.hidden is None else self.hidden
+        self.hidden = (x + 0.5 * hidden).tanh().detach()
+        return super().forward(x + hidden)
+
+
+class Dropping(Net):
+    """Draws, and keeps a memory of each row, by its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(ROWS, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(F.dropout(x, 0.5, self.training))
+        mine = (x[:, 3] * 1e6).round().long()
+        before = self.memory[mine]
+        self.memory[mine] = 1.0 + output.detach().square().mean(1)
+        return output + 0.1 * before[:, None]
+
+
+OF_OTHERS: dict[str, type[nn.Module]] = {"normed": Normed, "routed": Routed, "recurrent": Recurrent, "none": Dropping}
+
+
+def said_of_model(text: str, name: str) -> list[str]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(OF_OTHERS[name], plan, mesh, seed=1)
+        step = sw.make_step(
+            sw.TrainState(placed, sw.sgd(placed, lr=0.01)), lambda o, batch: F.cross_entropy(o, batch[1])
+        )
+        x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        x[:, 3] = torch.arange(ROWS) / 1e6
+        mine = slice(mesh.batch.rank, None, mesh.batch.size)
+        for _ in range(2):
+            step((x[mine], torch.arange(ROWS)[mine] % 3))
+    return [str(each.message) for each in caught if "the model " in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["normed", "routed"])
+def test_a_model_that_makes_rows_of_other_rows_is_remarked(world: World, name: str) -> None:
+    """Each part had a norm, or a capacity, of its own, without a word."""
+    assert world(1, said_of_model, "dp1", name) == [[]]
+    found = world(2, said_of_model, "dp2", name)
+    assert sorted(map(len, found)) == [0, 1] and "from the other rows that it is given" in sum(found, [])[0]
+
+
+def test_a_model_that_keeps_something_of_a_micro_batch_is_remarked(world: World) -> None:
+    """The second micro-batch had the hidden state of the first, without a word."""
+    (text,) = world(1, said_of_model, "dp1 / mb2", "recurrent")[0]
+    assert "keeps something of one forward for the next" in text
+    assert world(2, said_of_model, "dp2", "recurrent") == [[], []]
+
+
+@pytest.mark.parametrize("text", ["dp1 / mb2", "dp1 / mb3"])
+def test_what_a_model_keeps_of_each_row_or_draws_is_not(world: World, text: str) -> None:
+    assert world(1, said_of_model, text, "none") == [[]]
+
+
+class OfSamples:
+    """Weighs each sample by its last loss."""
+
+    def __init__(self) -> None:
+        self.last = torch.zeros(ROWS, dtype=torch.float64)
+
+    def __call__(self, output: Tensor, batch: Pair) -> Any:
+        each = F.cross_entropy(output, batch[1] % 3, reduction="none")
+        weights = 1 + self.last[batch[1]]
+        self.last[batch[1]] = 0.5 * self.last[batch[1]] + each.detach()
+        return sw.mean_over(each * weights)
+
+
+def of_samples(text: str) -> tuple[list[float], list[str]]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(Net, plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), OfSamples())
+        x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        mine = slice(mesh.batch.rank, None, mesh.batch.size)
+        losses = [step((x[mine], torch.arange(ROWS)[mine])).loss for _ in range(3)]
+    return losses, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp1 / mb2"])
+def test_what_a_loss_keeps_of_each_sample_is_as_on_one_process(world: World, text: str) -> None:
+    """The look wrote into it: rank 0 went on with the losses of five calls, and trained otherwise; and it was
+    remarked, though no sample reads what is another's."""
+    expected, _ = world(1, of_samples, "dp1")[0]
+    for losses, said_of_it in world(2 if text == "dp2" else 1, of_samples, text):
+        assert losses == pytest.approx(expected, rel=1e-12) and not said_of_it

@@ -647,6 +647,17 @@ for batch in loader:
                 for weight in placed.parameters():
                     weight.add_(torch.randn_like(weight), alpha=0.01)  # !
         """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        g = torch.Generator()
+        for m in sw.steps(state, loss_fn, until=10):
+            g.manual_seed(m.step)
+            with torch.no_grad():
+                for name, p in placed.named_parameters().items():
+                    p.add_(torch.randn(p.shape, generator=g), alpha=0.01)  # !
+                    p.mul_(1 + torch.rand(size=p.size()))  # !
+        """,
     ],
     "accumulate.division": [
         """
@@ -1339,6 +1350,17 @@ RIGHT = {
         net.apply(init_weights)
         placed = sw.apply(net, plan, mesh)
         noise = torch.empty(4).normal_()
+        """,
+        """
+        import zlib
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        g = torch.Generator()
+        for name, p in placed.named_parameters().items():
+            g.manual_seed(zlib.crc32(name.encode()))
+            p.add_(torch.randn(p.shape, generator=g), alpha=0.01)
+        for x in data:
+            noise = torch.randn(x.shape)
         """,
     ],
     "accumulate.division": [

@@ -77,6 +77,10 @@ EXCEPTIONS = {
     ("depth", "checkpoint/format.py:DamagedError"): "a CheckpointError after which an older one is tried",
     ("parameters", "train/optimizers.py:adamw"): "AdamW's own five dials, and how its averages are kept",
     ("parameters", "parallel/compose.py:apply"): "three nouns, and four options that nearly every call leaves out",
+    (
+        "direction",
+        "parallel -> model.infer.flow",
+    ): "its rules are of shapes only; rows are followed by them as splits are",
     ("direction", "parallel -> model.tracer"): "the tracer knows of modules only; stages are cut along what it found",
     (
         "direction",

@@ -185,15 +185,37 @@ _OWN_FILLS = ("apply", "reset_parameters")
 """Methods of modules."""
 
 
+_OF_SIZES = ("randn", "rand", "normal", "randint")
+
+
+def _of_a_weight(site: Site) -> bool:
+    """Whether it draws as many numbers as what a loop around it goes through has, unless that seeds for each."""
+    sized = {
+        dotted(n.value)
+        for value in [*site.node.args, *(keyword.value for keyword in site.node.keywords)]
+        for n in ast.walk(value)
+        if isinstance(n, ast.Attribute) and n.attr in ("shape", "size")
+    }
+    over = [
+        loop
+        for loop in site.loops
+        if not isinstance(loop, ast.While) and sized & {dotted(n) for n in ast.walk(loop.target)}
+    ]
+    seeds = (n for loop in over for n in ast.walk(loop) if isinstance(n, ast.Attribute) and n.attr == "manual_seed")
+    return bool(over) and not any(seeds)
+
+
 @_rule(
     "init.after-apply",
-    "Weights that are drawn after `shardwise.apply`, or noise for them (`torch.randn_like(weight)`): in a pipeline "
-    "each stage draws for the layers that it has, so it has other weights than other plans. In the constructor, or as "
-    "`apply(..., init=)`, they are the same under all.",
+    "Weights that are drawn after `shardwise.apply`, or noise for them (`torch.randn_like(weight)`, "
+    "`torch.randn(weight.shape)` without a generator that is seeded for each): in a pipeline each stage draws for the "
+    "layers that it has, so it has other weights than other plans. In the constructor, or as `apply(..., init=)`, they "
+    "are the same under all.",
 )
 def _after_apply(facts: Facts) -> Iterator[Hit]:
     for site in facts.script.sites:
-        fills, word = bool(_RANDOM_FILLS.match(last(site.name))), last(site.name)
+        word = last(site.name)
+        fills = bool(_RANDOM_FILLS.match(word)) or (word in _OF_SIZES and _of_a_weight(site))
         if not fills and word not in _OWN_FILLS:
             continue
         receiver = site.node.func.value if isinstance(site.node.func, ast.Attribute) else None

@@ -8,19 +8,24 @@ NumPy's generators are a process's own: what a forward draws from them differs b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
+from shardwise.parallel.apart import Rows
 from shardwise.parallel.generators import states
+from shardwise.parallel.history import tensors_in
 from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.stage import PassThrough, StageDone
+from shardwise.parallel.tensor_hooks import wrap_forward
 
 _DRAWN = {"python": "Python's `random`", "numpy": "NumPy's"}
 
@@ -35,27 +40,67 @@ def look_at_first_forward(placed: Placed) -> None:
     if placed.mesh.world * plan.batch.micro_batches == 1 and plan.recompute.mode == "none":
         return
     for part in placed.parts:
-        _Look(part.root, str(plan), divided, says=placed.mesh.tells)
+        is_shared = placed.pipeline is not None or any(isinstance(module, FSDPModule) for module in part.run.modules())
+        look = _Look(part.root, str(plan), divided, says=placed.mesh.tells)
+        if is_shared or plan.axes.tp > 1:
+            look.wrap(follows=divided > 1 and not plan.compile and (placed.pipeline is not None or placed.mesh.tells))
+        else:
+            look.hook()
 
 
 class _Look:
     """Of one part of a model; it takes itself away."""
 
     def __init__(self, root: nn.Module, plan: str, divided: int, *, says: bool) -> None:
-        self.plan, self.says, self.divided = plan, says, divided
-        self.rows, self.before, self.mixing = 0, dict[str, bytes](), list[str]()
-        self.handles: list[RemovableHandle] = [
-            root.register_forward_pre_hook(self.begin, with_kwargs=True),
-            root.register_forward_hook(self.end),
-        ]
+        self.root, self.plan, self.says, self.divided = root, plan, says, divided
+        self.rows, self.before, self.mixing, self.is_over = 0, dict[str, bytes](), list[str](), False
+        self.handles: list[RemovableHandle] = []
         for name, module in root.named_modules() if divided > 1 and says else ():
             if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
                 look = partial(self.rows_of, name)
                 self.handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
 
+    def hook(self) -> None:
+        """Of a module whose forward stays its own, so that it can be copied."""
+        self.handles.append(self.root.register_forward_pre_hook(self.begin, with_kwargs=True))
+        self.handles.append(self.root.register_forward_hook(self.end))
+
+    def wrap(self, *, follows: bool) -> None:
+        """Of one that no rank can call alone: its operations are followed. A stage's forward ends by an exception."""
+
+        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.begin(self.root, args, kwargs)
+            if self.is_over or not self.before:
+                return forward(*args, **kwargs)
+            stage = next((module for module in self.root.modules() if isinstance(module, PassThrough)), None)
+            received = stage.wiring.received if stage is not None else ()
+            rows = Rows(self.rows, (*tensors_in((args, kwargs)), *received))
+            output: Any = None
+            try:
+                with rows if follows else nullcontext():
+                    output = forward(*args, **kwargs)
+            except StageDone:
+                self.end(self.root)
+                raise
+            finally:
+                self._say_of(rows.learned(output))
+            self.end(self.root)
+            return output
+
+        wrap_forward(self.root, run)
+
+    def _say_of(self, met: str) -> None:
+        if met:
+            _warn(
+                f"forward makes something of all rows that it is given: {met}; `{self.plan}` divides a batch into "
+                f"{self.divided} parts, each with its own, which is another training than that of one process; "
+                "needed: each row from itself, numbers that are sums over rows, torch's BatchNorm, which apply sums "
+                "over ranks, or one data rank and mb1 (docs/loss.md)"
+            )
+
     def begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The forward of a micro-batch; one that is compiled whole is not looked at."""
-        if _trains(root) and not torch.compiler.is_compiling():
+        if _trains(root) and not self.is_over and not torch.compiler.is_compiling():
             with suppress(ModelError):  # of what has no rows
                 self.rows = num_rows((*args, *kwargs.values()))
             self.before = states(torch.device("cpu"))
@@ -93,6 +138,7 @@ class _Look:
                 "other layers where they decide which are used; needed: torch.rand, randn and the like, which are "
                 "keyed by place (docs/randomness.md), or what the data set draws"
             )
+        self.is_over = True
         for handle in self.handles:
             handle.remove()
         self.handles.clear()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, ShardwiseError
 from shardwise.model.nested import at, put
 from shardwise.model.tracer import Chain, copy_module, tensors_in, without_gradients
 from shardwise.parallel.placed import RandomKeys
@@ -91,11 +91,30 @@ def called_alone(what: str) -> ModelError:
     )
 
 
-def _outline(module: nn.Module) -> SimpleNamespace:
-    """Its plain attributes, and in place of the modules in it theirs."""
-    plain = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, torch.Tensor)}
-    inner = {name: _outline(child) for name, child in module.named_children()}
-    return SimpleNamespace(**{k: v for k, v in plain.items() if k not in ("training", "forward")} | inner)
+class NotOfStageError(ShardwiseError, AttributeError):
+    """What a script, or forward, asks of a layer whose parameters are on another stage."""
+
+    def __init__(self, where: str, name: str) -> None:
+        super().__init__(
+            f"{where}.{name}: not on this rank, found a layer of another stage of the pipeline, of which there are "
+            "its plain attributes alone; needed: what changes layers (prune, weight_norm, parametrizations, hooks) in "
+            "the model's constructor, weights by name (`for name, p in placed.named_parameters().items()`, those of "
+            "this stage), or a plan without pp"
+        )
+
+
+class _Outline(SimpleNamespace):
+    """Of a module that is elsewhere: its plain attributes, and in place of the modules in it theirs."""
+
+    def __init__(self, module: nn.Module, where: str) -> None:
+        plain = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, torch.Tensor)}
+        inner = {name: _Outline(child, f"{where}.{name}") for name, child in module.named_children()}
+        super().__init__(**{k: v for k, v in plain.items() if k not in ("training", "forward")} | inner)
+        self.__dict__["_where"] = where
+
+    def __getattr__(self, name: str) -> Any:
+        """What it has not."""
+        raise NotOfStageError(self.__dict__.get("_where", "a layer"), name)
 
 
 class PassThrough(nn.Module):
@@ -103,7 +122,7 @@ class PassThrough(nn.Module):
 
     def __init__(self, block: nn.Module, index: int, cut: Cut, wiring: Wiring) -> None:
         super().__init__()
-        for name, value in vars(_outline(block)).items():
+        for name, value in vars(_Outline(block, cut.blocks[index])).items():
             setattr(self, name, value)
         self.block_class, self.block_index, self.cut, self.wiring = type(block), index, cut, wiring
 
@@ -112,7 +131,9 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["block_class"], name)
+            if hasattr(block_class := self.__dict__["block_class"], name):
+                return getattr(block_class, name)
+            raise NotOfStageError(self.__dict__.get("_where", "a block"), name) from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Without hooks: those that a script has put on the block since `apply` are for the rank that computes it."""

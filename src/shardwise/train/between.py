@@ -1,4 +1,4 @@
-"""What a script does to weights between the steps of a pipeline, where each stage has its own: followed at first.
+"""What a script does to weights between the steps of a pipeline, where each stage has its own: followed when new.
 
 A threshold over `placed.parameters()` (pruning), a norm of all, noise from one generator for layer after layer: of a
 stage each is another than of the whole, and nothing says so.
@@ -7,22 +7,25 @@ stage each is another than of the whole, and nothing says so.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.parallel.history import tensors_in
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import storage_key
+from shardwise.train.drawn import generator_of
 from shardwise.train.flow import Flow, Held
-from shardwise.train.torch_private import has_modes, is_innermost, is_operation
+from shardwise.train.torch_private import has_modes, is_innermost, is_operation, local_of
 
 Result = TypeVar("Result")
 _LOOKS = 2
@@ -31,19 +34,20 @@ _OPEN: list[Body] = []
 
 
 class Between:
-    """Of one step function: the first bodies of its loop."""
+    """Of one step function: the bodies of its loop, the first ones whole, of later ones what is new in them."""
 
     def __init__(self, placed: Placed) -> None:
-        self._placed, self._left = placed, 0 if placed.pipeline is None else _LOOKS
+        self._placed, self._left, self._known = placed, _LOOKS, set[Any]()
         self._told: list[str] = []
-        if self._left:
+        self._is_staged = placed.pipeline is not None
+        if self._is_staged:
             placed.mesh.at_exit.append(leave)
 
     def begin(self, result: Result) -> Result:
         """A step is done, and what comes is the script's. Not where the script has modes of its own around it."""
-        if self._left and not _OPEN and not has_modes():
-            self._left -= 1
-            body = Body(self._placed, partial(_tell, self._told))
+        if self._is_staged and not _OPEN and not has_modes():
+            body = Body(self._placed, partial(_tell, self._told), self._known, waits=not self._left)
+            self._left = max(0, self._left - 1)
             _OPEN.append(body)
             body.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return result
@@ -57,26 +61,63 @@ def leave() -> None:
             _OPEN.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # nor here
 
 
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """What runs within it is not the script's; what comes after it is again."""
+    body = _OPEN[0] if _OPEN and is_innermost(_OPEN[0]) else None
+    leave()
+    yield
+    if body is not None and not _OPEN and not has_modes():
+        body.is_over = False
+        _OPEN.append(body)
+        body.__enter__()  # type: ignore[no-untyped-call]  # nor here
+
+
 class Body(TorchFunctionMode):
     """Within it a script has its turn, and each function that it calls is followed.
 
     One by one: what sees operations may not stay open over the guards of a script (`torch.inference_mode`).
 
-    Cost: some 20 microseconds per operation.
+    Cost: some 20 microseconds per operation; two per function while it waits.
     """
 
-    def __init__(self, placed: Placed, warn: Callable[[str], None]) -> None:
+    def __init__(self, placed: Placed, warn: Callable[[str], None], known: set[Any], *, waits: bool) -> None:
+        """`known`: lines of the script that were seen to give weights to torch; one that `waits` begins at another."""
         super().__init__()
-        self.flow, self.is_over, self._process = _Operations(placed, warn), False, os.getpid()
+        self._make, self.flow, self.is_over = partial(_Operations, placed, warn), None, False
+        self._known, self._process = known, os.getpid()
+        self._weights = {storage_key(local_of(p)) for p in placed.named_parameters().values() if p.numel()}
+        if not waits:
+            self.flow = self._make()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every call of a torch function comes here; so do those of workers that were forked within it."""
-        if self.is_over or os.getpid() != self._process:
+        if self.is_over or torch.compiler.is_compiling() or os.getpid() != self._process:
             return func(*args, **(kwargs or {}))
-        with self.flow:
+        line = _line_of_script()
+        if line not in self._known and any(self._is_weight(t) for t in tensors_in((args, kwargs or {}))):
+            self._known.add(line)
+            self.flow = self.flow or self._make()
+        with self.flow or nullcontext():
             return func(*args, **(kwargs or {}))
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Or a view of one."""
+        local = local_of(tensor)
+        return type(local) in (Tensor, nn.Parameter) and not local.is_meta and storage_key(local) in self._weights
+
+
+def _line_of_script() -> tuple[Any, int]:
+    """Which line has called what torch is about to do."""
+    frame: Any = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
+
+
+_TORCH = os.path.dirname(torch.__file__)
 
 
 class _Operations(Flow):  # type: ignore[no-untyped-call]  # a mode of torch's, which has no types
@@ -104,7 +145,7 @@ class _Operations(Flow):  # type: ignore[no-untyped-call]  # a mode of torch's, 
         given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
         drawn = {self._made[t] for t in given if t in self._made}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            drawn.add(_generator(given, args, kwargs or {}))
+            drawn.add(generator_of(args, kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in (result,) if isinstance(result, Tensor) else ():
             for generator in drawn:
@@ -130,14 +171,6 @@ class _Operations(Flow):  # type: ignore[no-untyped-call]  # a mode of torch's, 
         """Of each weight a number may be printed; one of all is of a stage."""
         if tensor.is_floating_point() and self._is_wrong(source):
             self._warn(_said("a number that is read and, if it is more than printed,", "them", source.mixed))
-
-
-def _generator(given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
-    """Which one an operation draws from, and whether it was seeded since it drew last."""
-    own = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
-    generator = own if own is not None else torch.default_generator
-    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-    return id(generator), bool(torch.equal(fresh.get_state(), generator.get_state()))
 
 
 def _said(operation: str, target: str, mixed: str) -> str:

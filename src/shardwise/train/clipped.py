@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
+from shardwise.parallel.history import tensors_in
+from shardwise.train.drawn import generator_of
 from shardwise.train.flow import Flow, Held
 from shardwise.train.torch_private import has_step_hooks, is_norm_of_all
 from shardwise.train.whole_steps import of_whole
@@ -106,6 +109,7 @@ def _said(kind: str, operation: str, target: str, mixed: str) -> str:
     )
 
 
+_ANEW = {"randn", "rand", "normal", "randint"}
 _DRAWS = {"rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli", "bernoulli_", "exponential_"}
 _ALONG = {
     1: {"mean", "sum", "prod", "var", "std", "amax", "amin", "max", "min", "median", "argmax", "argmin", "logsumexp",
@@ -122,16 +126,48 @@ class _Whole(TorchFunctionMode):
         super().__init__()
         self.optimizer = optimizer
 
+        self._drawn: Any = WeakIdKeyDictionary()
+        """Tensors of numbers that were drawn -> of which generator, and whether it had been seeded just before."""
+        self._served: dict[int, set[str]] = {}
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Every call of a torch function comes here."""
-        name = getattr(func, "__name__", "")
+        name, given = getattr(func, "__name__", ""), (args, dict(kwargs or {}))
         if is_norm_of_all(func):
             self._check(args[0])
         elif (name in _DRAWS or name in _PLACES) and args and isinstance(args[0], Tensor) and _in_a_hook():
             self._check_mixing(name, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        drawn = [self._drawn[tensor] for tensor in tensors_in(given) if tensor in self._drawn] if self._drawn else []
+        if drawn:
+            self._check_drawn(drawn[0], given)
+        if name in _DRAWS | _ANEW and _in_a_hook():
+            drawn = [generator_of(args, given[1])]
+        result = func(*args, **(kwargs or {}))
+        if drawn and isinstance(result, Tensor) and not self._names_of([result]):
+            self._drawn[result] = drawn[0]
+        return result
+
+    def _names_of(self, tensors: Iterable[Tensor]) -> list[str]:
+        each = list(tensors)
+        return [name for name, p in self.optimizer.params.items() if any(_is_of(p, tensor) for tensor in each)]
+
+    def _check_drawn(self, drawn: tuple[int, bool], given: Any) -> None:
+        """What is drawn of a shard's sizes, or from one generator for one weight of a stage after another."""
+        sizes = {tensor.shape for tensor in tensors_in(given) if tensor in self._drawn}
+        for name in self._names_of(tensors_in(given)):
+            live, own = self.optimizer.live[name], self.optimizer.params[name]
+            (served := self._served.setdefault(drawn[0], set())).add(name)
+            is_part = isinstance(live, DTensor) and own.shape != live.shape and own.shape in sizes
+            if is_part or (self.optimizer.is_of_stage and len(served) > 1 and not drawn[1]):
+                raise ModelError(
+                    f"a hook of {type(self.optimizer.torch).__name__}: found numbers that are drawn for {name}, of "
+                    f"which this rank has {'a shard' if is_part else 'one stage, after those for other weights'}: "
+                    "other numbers than one process draws; needed: an optimizer of torch.optim over "
+                    "placed.parameters(), whose hooks see whole tensors, without a pipeline; or a torch.Generator for "
+                    "each weight, seeded by its name and the step, and its part of what is drawn for the whole"
+                )
 
     def _check_mixing(self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """What is drawn for a part, or taken along a dim that is cut, is refused; of all elements see `flow.py`."""

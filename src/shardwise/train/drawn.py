@@ -7,7 +7,9 @@ that it has, from where its generator stands, and so other numbers than one proc
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -68,3 +70,12 @@ def _state(mesh: Mesh) -> int:
     if mesh.device.type == "cuda":
         states.append(torch.cuda.get_rng_state().numpy().tobytes())
     return digest(states)
+
+
+def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, bool]:
+    """Which one an operation draws from, and whether it was seeded since it drew last."""
+    own = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
+    generator = own if own is not None else torch.default_generator
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    # by its seed: a dispatcher wraps a generator anew for each operation
+    return generator.initial_seed(), bool(torch.equal(fresh.get_state(), generator.get_state()))

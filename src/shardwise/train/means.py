@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.generators import states
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
 from shardwise.train.halving import communicating
-from shardwise.train.of_rows import Repeatable, remembers, unlike_parts, unlike_parts_of_model
+from shardwise.train.of_rows import OfModel, Repeatable, remembers, unlike_parts
 from shardwise.train.torch_private import mean_of_labels
 
 _EVERY = 17
@@ -70,12 +71,7 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
                     "or a plan with mb1 (docs/loss.md)"
                 )
             elif placed.mesh.tells and repeatable.holds and (said := _unlike_parts(loss_fn, placed, output, batch)):
-                _warn(
-                    f"{said}; {plan}, each with a loss of its own, which is another training than that of one "
-                    "process; needed: what adds up over rows (sw.mean_over(per_row), sw.Loss(sum, weight)), made of "
-                    "what the model returns for each row; or, where rows are compared with each other, one part or "
-                    "what gathers them over ranks first (docs/loss.md)"
-                )
+                _warn(said.format(plan=plan))
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
             _warn(
@@ -88,22 +84,61 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     return call
 
 
+_ADDS_UP = (
+    "{{plan}}, each with a loss of its own, which is another training than that of one process; needed: what adds up "
+    "over rows (sw.mean_over(per_row), sw.Loss(sum, weight)), made of what the model returns for each row; or, where "
+    "rows are compared with each other, one part or what gathers them over ranks first (docs/loss.md)"
+)
+_OF_LOSS = "{} is no mean over rows, nor a sum over them: {}; " + _ADDS_UP
+_OF_ROWS = (
+    "the model makes a row of its output from the other rows that it is given (a norm over them, a capacity of experts "
+    "by the tokens at hand, rows that are compared): {}; {{plan}}, each with its own, which is another training than "
+    "that of one process; needed: each row from itself, torch's BatchNorm, which apply sums over ranks, or one data "
+    "rank and mb1 (docs/loss.md)"
+)
+_KEPT = (
+    "the model keeps something of one forward for the next and reads it: {}; {{plan}}, which come one after the other "
+    "where one process has all of their rows at once; needed: what is kept handed over by the loop, with the batch, or "
+    "a plan with mb1: then a rank's rows follow those of the same rank (docs/loss.md)"
+)
+
+
 def _unlike_parts(loss_fn: Callable[[Any, Any], Any], placed: Placed, output: Any, batch: Any) -> str:
-    """What is found of the loss function; else of the model with it, where this rank has the whole of that."""
+    """What is found of the loss function; else of the model with it, where this rank has the whole of that.
+
+    Of the model as it is, unless it draws (dropout) or has batch norms: then in evaluation.
+    """
     if said := unlike_parts(loss_fn, output, batch):
-        return f"the loss function is no mean over rows, nor a sum over them: {said}"
+        return _OF_LOSS.format("the loss function", said)
     if communicating(placed):
         return ""
     root = placed.parts[0].root
+    drew = [any(isinstance(module, BatchNorm) for module in root.modules())]
 
     def run(part: Any) -> Any:
+        before = states(placed.mesh.device)
         args, kwargs = model_inputs(part, Signature.of(root))
-        return root(*args, **kwargs)
+        made = root(*args, **kwargs)
+        drew.append(states(placed.mesh.device) != before)
+        return made
 
-    with placed.in_mode(False):
-        said = unlike_parts_of_model(loss_fn, run, root, output, batch)
-    made = "what the loss function makes of a number that the model returns"
-    return said and f"{made} is no mean over rows, nor a sum over them: {said}"
+    of_model = OfModel(loss_fn, run, root, output, batch)
+    said = "" if drew[0] else _of_model(of_model, placed)
+    if not said and any(drew):
+        with placed.in_mode(False):
+            said = _of_model(of_model, placed)
+    return said
+
+
+def _of_model(of_model: OfModel, placed: Placed) -> str:
+    """Rows of a rank follow those of the same rank, but for micro-batches."""
+    if placed.plan.batch.micro_batches > 1 and (said := of_model.remembers()):
+        return _KEPT.format(said)
+    if not (said := of_model.unlike_parts()):
+        return ""
+    if of_model.returns_numbers:
+        return _OF_LOSS.format("what the loss function makes of a number that the model returns", said)
+    return _OF_ROWS.format(said)
 
 
 def _of_labels(loss: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from types import FunctionType
@@ -24,7 +24,7 @@ from shardwise.errors import ModelError
 from shardwise.model.nested import leaves, put
 from shardwise.parallel.generators import restore, states
 from shardwise.parallel.inputs import num_rows, take_rows
-from shardwise.parallel.named import collections_kept, named_by, values_kept
+from shardwise.parallel.named import collections_kept, named_by, values_kept, written_kept
 from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
 from shardwise.train.loss import as_loss
 
@@ -66,6 +66,10 @@ class Repeatable:
 
 
 _OTHERS = ("/torch/distributed/", "/torch/_dynamo/")
+
+
+class _TooMuchError(Exception):
+    """What is called may write into too many numbers to put them back."""
 
 
 class _NotAloneError(Exception):
@@ -164,33 +168,94 @@ def remembers(loss_fn: LossFn, output: Any, batch: Any, before: Mapping[str, byt
     tolerance = max(_TOLERANCE.get(tensor.dtype, 0.1) for tensor in tensors)
     if found[0] != found[1] or not math.isfinite(first) or abs(first - found[0]) <= tolerance * max(1e-30, abs(first)):
         return ""
+    if rows > 1 and _is_of_each_row(
+        lambda start, stop: loss_fn(_rows(output, rows, start, stop), take_rows(batch, start, stop - start)),
+        partial(_kept, loss_fn, device),
+        partial(restore, before, device),
+        rows // 2,
+    ):
+        return ""
     return f"it gives {first:.5g} for {rows} rows, and for the same ones {found[0]:.5g} when it is called again"
 
 
-def unlike_parts_of_model(loss_fn: LossFn, run: Callable[[Any], Any], model: nn.Module, output: Any, batch: Any) -> str:
-    """The same of a model that makes numbers of its rows itself (its loss, a part of it), in evaluation.
+def _is_of_each_row(
+    loss: Callable[[int, int], Any], kept: Callable[[], Any], draw_alike: Callable[[], None], half: int
+) -> bool:
+    """Whether what is kept of some rows is nothing to others: a weight, a target, the last loss of each sample."""
+    found = []
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), suppress(Exception):
+        for starts in ((half,), (0, half)):
+            with kept():
+                for start in starts:
+                    draw_alike()
+                    result = loss(start, start + half)
+                found.append(_numbers(result, half)[2])
+    return len(found) == 2 and found[0] == found[1]
 
-    Args:
-        loss_fn: of which `Repeatable` holds.
-        run: a micro-batch -> the model's output, by this rank alone.
-        model: that it calls.
-        output: of the model, in training.
-        batch: the micro-batch that it is of.
 
-    Cost: three forwards of at most eight rows, without gradients; less where one calls other ranks, or the compiler.
-    """
-    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
-    numbers = [tensor for tensor in tensors if not tensor.dim() and not tensor.is_meta]
-    if not numbers or (rows := _num_rows(batch)) < 2:
-        return ""
+def _rows(output: Any, rows: int, start: int, stop: int) -> Any:
+    """Some of what a model returned; what has no rows is what it is."""
+    of_rows = {p: leaf for p, leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,)}
+    return put(output, {path: leaf[start:stop] for path, leaf in of_rows.items()})
 
-    def loss(start: int, stop: int) -> Any:
-        part = take_rows(batch, start, stop - start)
-        with _by_itself():
-            return loss_fn(run(part), part)
 
-    tolerance = 10 * max(_TOLERANCE.get(number.dtype, 0.1) for number in numbers)
-    return _of_pieces(loss, partial(model.forward, loss_fn), min(rows, 2 * PARTS), numbers[0].device, tolerance)
+class OfModel:
+    """The same of a model and the loss function together: one whose rows, or numbers, are made of each other's."""
+
+    def __init__(self, loss_fn: LossFn, run: Callable[[Any], Any], model: nn.Module, output: Any, batch: Any) -> None:
+        """Make one at its first micro-batch.
+
+        Args:
+            loss_fn: of which `Repeatable` holds.
+            run: a micro-batch -> the model's output, by this rank alone.
+            model: that it calls.
+            output: of the model.
+            batch: the micro-batch that it is of.
+        """
+        self._rows = min(_num_rows(batch), 2 * PARTS)
+        found = [t for _, t in leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        self.returns_numbers = any(not tensor.dim() for tensor in found)
+        per_row = sum(tensor.numel() for tensor in found) // max(1, _num_rows(batch))
+        self._can = bool(found) and self._rows > 1 and per_row * self._rows <= MOST
+        self._can = self._can and not any(tensor.is_meta for tensor in found)
+        if self._can:
+            self._device = found[0].device
+            self._tolerance = 10 * max(_TOLERANCE.get(tensor.dtype, 0.1) for tensor in found)
+        self._reaches = partial(model.forward, loss_fn)
+
+        def loss(start: int, stop: int) -> Any:
+            part = take_rows(batch, start, stop - start)
+            with _by_itself():
+                return loss_fn(run(part), part)
+
+        self._loss = loss
+
+    def unlike_parts(self) -> str:
+        """See the function of this name.
+
+        Cost: three forwards of at most eight rows, without gradients; less where one calls other ranks, or the
+        compiler.
+        """
+        return _of_pieces(self._loss, self._reaches, self._rows, self._device, self._tolerance) if self._can else ""
+
+    def remembers(self) -> str:
+        """How the loss of some rows differs when the model has seen others before; empty: it does not, as far as told.
+
+        Cost: five forwards of at most eight rows, without gradients.
+        """
+        if not self._can:
+            return ""
+        found: list[float] = []
+        before, kept = states(self._device), partial(_kept, self._reaches, self._device)
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"), suppress(Exception), kept():
+            for _ in range(2):
+                restore(before, self._device)
+                found.append(_numbers(self._loss(0, self._rows), self._rows)[2])
+        if len(found) < 2 or abs(found[0] - found[1]) <= self._tolerance * abs(found[0]) or not math.isfinite(found[0]):
+            return ""
+        if _is_of_each_row(self._loss, kept, partial(restore, before, self._device), self._rows // 2):
+            return ""
+        return f"it gives {found[0]:.5g} for {self._rows} rows, and for the same ones {found[1]:.5g} when called again"
 
 
 def _of_pieces(
@@ -199,7 +264,7 @@ def _of_pieces(
     """What the losses of rows from .. to make of `count` rows, of these once more, and of their parts."""
     cuts = [count * i // min(count, PARTS) for i in range(min(count, PARTS) + 1)]
     found = []
-    with torch.no_grad(), _kept(reaches, device), warnings.catch_warnings(action="ignore"):
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), suppress(_TooMuchError), _kept(reaches, device):
         try:
             for start, stop in [(0, count), (0, count), *pairwise(cuts)]:
                 found.append(_numbers(loss(start, stop), stop - start))
@@ -207,7 +272,7 @@ def _of_pieces(
                 loss(0, count - 1)
         except Exception:  # of a function, or a batch, that was made for whole micro-batches
             return ""
-    return _compared(*found, tolerance=tolerance, rows=count)
+    return _compared(*found, tolerance=tolerance, rows=count) if found else ""
 
 
 def _num_rows(batch: Any) -> int:
@@ -227,7 +292,11 @@ def _numbers(result: Any, rows: int) -> tuple[float, float, float]:
 
 @contextmanager
 def _kept(function: LossFn, device: torch.device) -> Iterator[None]:
-    """What a call leaves is undone, as far as names lead to it: from the function, and from those that it calls."""
+    """What a call leaves is undone, as far as names lead to it: from the function, and from those that it calls.
+
+    Raises:
+        _TooMuchError: it may write into more than can be copied.
+    """
     functions, modules = reached(function)
     generators = states(device)
     with ExitStack() as stack:
@@ -239,6 +308,8 @@ def _kept(function: LossFn, device: torch.device) -> Iterator[None]:
             stack.enter_context(put_in_place(copies_of(buffers_in(module))))
             stack.enter_context(numbers_kept(module))
             stack.enter_context(_tensors_kept(module))
+        if not stack.enter_context(written_kept(functions, MOST)):
+            raise _TooMuchError
         yield
 
 

@@ -14,7 +14,7 @@ from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together
-from shardwise.train.between import leave
+from shardwise.train.between import set_aside
 from shardwise.train.tokens import Tokenizer
 
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
@@ -116,11 +116,11 @@ def generate(
 
     >>> generate(placed, torch.tensor([[72, 105]]), 20, temperature=0)  # doctest: +SKIP
     """
-    leave()
     whole = WholeModel(placed, seq_len or _width(placed, ids.shape[-1] + max_new_tokens))
     return _continued(whole, ids, max_new_tokens, temperature, seed)
 
 
+@set_aside()
 @torch.inference_mode(False)  # of a script around it: as in `evaluate`
 def _continued(
     whole: WholeModel, ids: torch.Tensor, max_new_tokens: int, temperature: float, seed: int

@@ -13,7 +13,7 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, to_devi
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together, how_many
 from shardwise.train.agreement import check_rows
-from shardwise.train.between import leave
+from shardwise.train.between import set_aside
 from shardwise.train.drawn import compare_draws
 from shardwise.train.halving import communicating
 from shardwise.train.windows import Window, micro_batches_of
@@ -35,6 +35,7 @@ class Pass:
     """A number of a result and its micro-batch, which a pipeline asks for."""
 
 
+@set_aside()
 def go_through(placed: Placed, windows: Iterable[Any], a_pass: Pass) -> None:
     """Forward of every batch in `eval` mode. Every rank calls it.
 
@@ -43,7 +44,6 @@ def go_through(placed: Placed, windows: Iterable[Any], a_pass: Pass) -> None:
             forward communicates.
         ReplicaError: batches of a script's own that differ on ranks which work on the same rows.
     """
-    leave()
     check_several(windows, a_pass.doing)
     device = placed.mesh.device
     signature = Signature.of(placed.parts[0].root)
