@@ -267,6 +267,29 @@ def test_what_always_fails_is_tried_twice_and_named(tmp_path: Path) -> None:
     assert [event["step"] for event in events_of(tmp_path)] == [2]
 
 
+STOPS = """                if m.step == 3 and mesh.rank == 1 and not (folder / "stopped").exists():
+                    (folder / "stopped").touch()
+                    os.kill(os.getpid(), 19)
+                drawn ="""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(["--recover"], marks=pytest.mark.soak), ["--elastic", "1:2", "--slot-failures", "1"]],
+)
+def test_a_rank_that_is_stopped_is_named_when_the_others_have_waited_for_it(tmp_path: Path, words: list[str]) -> None:
+    """And not the one that gave up: under `--elastic` its slot would be left out."""
+    script = tmp_path / "stops.py"
+    script.write_text(
+        SCRIPT.read_text().replace("                drawn =", STOPS).replace("timeout_s=100", "timeout_s=3")
+    )
+    command = [sys.executable, "-m", "shardwise", "run", *words, str(script), "dp2", "--", str(tmp_path), "5"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == ExitCode.OK and last_step(tmp_path) == 5, ran.stderr
+    assert "rank 1: rank 0 waited 3 s in a collective for one that did not come, and this one still ran" in ran.stderr
+    assert "--elastic" not in words or "slot 1 is left out" in ran.stderr
+
+
 WORKER_DIES = SCRIPT.read_text().replace("global_size=8", "global_size=8, workers=1")
 WORKER_DIES = WORKER_DIES.replace(
     "        tokens = (self",

@@ -54,9 +54,71 @@ def test_a_flipped_bit_is_named_and_healed_from_the_majority(world: World, plan:
     for events, _, _ in ranks:
         [event] = events
         assert (event["event"], event["step"], event["ranks"]) == ("healed", 4, [size - 1])
-        assert event["source"] != size - 1 and name in event["parameters"]
+        assert name in event["parameters"] and not event["spread"]
     same = [own for rank, (_, own, _) in enumerate(ranks) if rank % (size // 3) == (size - 1) % (size // 3)]
     assert all(is_same(own, same[0]) for own in same)
+
+
+def held_alike(text: str, flips: list[tuple[int, str, int]], every: int = 1) -> Any:
+    """After step 2 bits flip on some ranks: (rank, tensor, bit). What was said, the end, and who holds what."""
+    with points.placed_state(text, CASE) as state:
+        step = sw.make_step(state, points.weighted, options=sw.StepOptions(check_replicas=every))
+        batches, events = cast(Any, state.batches), list[Any]()
+        while state.step < CASE.steps:
+            for rank, name, bit in flips if state.step == 2 else []:
+                if state.mesh.rank == rank:
+                    local_shard(state.tensors()[name]).view(torch.int64).view(-1)[-1:] ^= 1 << bit
+            events += step(next(batches)).events
+        alike = {name: ends for ends, names in Replicas(state)._groups.items() for name in names}
+        return events, {key: local_shard(tensor).clone() for key, tensor in state.tensors().items()}, alike
+
+
+def differing_holders(ranks: list[Any]) -> set[str]:
+    """Parameters, with their optimizer's state, that some ranks should hold alike and do not."""
+    firsts: dict[Any, torch.Tensor] = {}
+    keys = [(own, alike, key) for _, own, alike in ranks for key in own]
+    named = [
+        (own[key], key, alike.get(key.partition(".")[2]) or alike.get(key[6:].rpartition(".")[0]))
+        for own, alike, key in keys
+    ]
+    return {
+        key for tensor, key, ends in named if ends and not torch.equal(tensor, firsts.setdefault((key, ends), tensor))
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "every", "faulty", "spread", "said"),
+    [
+        ("dp3 tp2", 1, [5], [1, 3], "step 3 may have been trained with"),
+        ("dp2 tp2", 2, [3], [1], "steps 3 to 4 may have been trained with"),
+    ],
+)
+def test_a_bit_that_has_changed_the_gradients_of_its_tp_index_is_healed(
+    world: World, plan: str, every: int, faulty: list[int], spread: list[int], said: str
+) -> None:
+    """A tensor that `tp` replicates: the gradients that each tp index makes for itself differ from then on."""
+    size = sw.Plan.parse(plan).world
+    ranks = world(size, held_alike, f"{plan} / fp64", [(size - 1, "model.first.weight", 50)], every)
+    for [event], _, _ in ranks:
+        assert (event["event"], event["ranks"], event["spread"]) == ("healed", faulty, spread)
+        assert event["parameters"][0] == "first.weight" and "last.weight" in event["parameters"]
+        assert event["said"].startswith(said) and "a checkpoint of that step" in event["said"]
+    assert not differing_holders(ranks)
+
+
+def test_each_tensor_is_healed_from_its_own_majority(world: World) -> None:
+    """Two ranks of four have a wrong bit, in other tensors: of all together only two agree."""
+    flips = [(2, "model.first.weight", 50), (3, "model.last.weight", 50)]
+    ranks = world(4, held_alike, "dp4 / fp64", flips)
+    assert ranks[0][0][0]["ranks"] == [2, 3] and not differing_holders(ranks)
+
+
+def test_a_bit_of_the_optimizer_that_is_seen_at_once_leaves_nothing(world: World) -> None:
+    """No gradient was made with it: the end is that of a run that nobody disturbed, in every bit."""
+    ranks = world(3, held_alike, "dp3 / fp64", [(2, "optim.last.weight.exp_avg", 50)])
+    assert ranks[0][0][0]["ranks"] == [2]
+    undisturbed = world(3, held_alike, "dp3 / fp64", [])
+    assert not undisturbed[0][0] and all(is_same(own, undisturbed[0][1]) for _, own, _ in ranks)
 
 
 class Counting(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,24 @@ def imported_by_a_run(text: str) -> set[str]:
 def test_a_worker_imports_nothing_of_ours(world) -> None:
     """Each import would be paid by every rank of every call."""
     assert world(2, imported_by_a_run, "fsdp2 / fp64") == [set(), set()]
+
+
+def waited_for_a_peer() -> str:
+    with sw.open_mesh(sw.Plan.parse("dp2 tp2"), timeout_s=1.0) as mesh:
+        if mesh.rank == 3:
+            time.sleep(2.5)
+            return ""
+        try:
+            mesh.all_reduce_sum(torch.ones(1), "tp")
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def test_the_time_limit_holds_for_the_groups_of_single_axes_too(world: World) -> None:
+    """Torch gives those of a mesh 30 minutes, whatever the group of the world has."""
+    first, second, waited, _ = world(4, waited_for_a_peer)
+    assert "Timed out waiting 1000ms" in waited and not first and not second
 
 
 def again(plan: str) -> list[bool]:

@@ -19,7 +19,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,6 +62,22 @@ class Failure:
     def is_echo(self) -> bool:
         """Whether it says no more than that another rank is gone."""
         return bool(self.traceback) and is_echo(self.message)
+
+    def traced_to(self, running: Collection[int]) -> Failure:
+        """Of a rank that waited in vain: whom it waited for, the ranks that still ran when it gave up; else itself."""
+        waited, ranks = _IN_VAIN.search(self.message), sorted(running)
+        if waited is None or not ranks:
+            return self
+        others = f", as did {' '.join(map(str, ranks[1:]))}" if ranks[1:] else ""
+        return Failure(
+            rank=ranks[0],
+            message=(
+                f"rank {self.rank} waited {float(waited[1]) / 1000:g} s in a collective for one that did not come, and "
+                f"this one still ran then{others}: busy, stuck or stopped; look at its output and, while it hangs, at "
+                "its stack (`py-spy dump --pid`); open_mesh(timeout_s=...) is how long ranks wait"
+            ),
+            exit_code=self.exit_code,
+        )
 
     def __str__(self) -> str:
         text = f"rank {self.rank} failed: {self.message}"
@@ -244,8 +260,8 @@ def outcome_of(
     if failure is not None and failure.is_echo and stopping.first is None:  # of a rank that somebody else ended
         ended = ((r, c) for r, c in codes.items() if (-c in STOP_SIGNALS or c in _ASKED) and not files[r].exists())
         failure = next((_died(rank, code) for rank, code in ended), failure)
-    if failure is not None and stopping.first is None and told and (waited := _IN_VAIN.search(failure.message)):
-        failure = _hung(sorted(told), failure, waited)
+    if failure is not None and stopping.first is None:
+        failure = failure.traced_to(told)
     by_signal = _CODES.get(stopping.first or signal.SIGTERM, ExitCode.TERMINATED)
     asked = {code for code in codes.values() if code in _ASKED}
     if failure is not None and not (stopping.first and (failure.message == _LEFT or is_echo(failure.message))):
@@ -267,20 +283,6 @@ def outcome_of(
 
 def _died(rank: int, code: int) -> Failure:
     return Failure(rank=rank, message=death(code), exit_code=ExitCode.RANK_FAILED)
-
-
-def _hung(ranks: list[int], waiting: Failure, waited: re.Match[str]) -> Failure:
-    """Whom another rank waited for: those that still ran when it gave up."""
-    others = f", as did {' '.join(map(str, ranks[1:]))}" if ranks[1:] else ""
-    return Failure(
-        rank=ranks[0],
-        message=(
-            f"rank {waiting.rank} waited {float(waited[1]) / 1000:g} s in a collective for one that did not come, and "
-            f"this one still ran then{others}: busy, stuck or stopped; look at its output and, while it hangs, at its "
-            "stack (`py-spy dump --pid`); open_mesh(timeout_s=...) is how long ranks wait"
-        ),
-        exit_code=waiting.exit_code,
-    )
 
 
 def _silent_deaths(codes: Mapping[int, int], files: Mapping[int, Path]) -> list[tuple[int, int]]:

@@ -245,11 +245,11 @@ class Supervisor:
             if killed is not None:
                 text = death(killed[1])
                 return Failure(rank=killed[0], message=text, exit_code=ExitCode.RANK_FAILED), True
-            echo = failure is not None and failure.is_echo
-            if failure is not None and not echo and (failure.traceback or stood_by):
+            echo = failure if failure is not None and failure.is_echo else None
+            if failure is not None and echo is None and (failure.traceback or stood_by):
                 return failure, stood_by
             if time.monotonic() - since > (SETTLE_S if echo else _SETTLE_S):
-                return (failure if echo else None), False
+                return echo and echo.traced_to(world.files.keys() - world.codes.keys()), False
             self.worlds.poll(0.02)
 
     def _await_team(self, cause: str) -> Team | None:

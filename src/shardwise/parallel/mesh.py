@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.errors import LaunchError, UsageError
@@ -33,6 +33,7 @@ from shardwise.parallel.mesh_torch_private import (
     Store,
     flatten_mesh,
     grow_segments,
+    lay_out,
     release_groups,
 )
 from shardwise.parallel.parts_explained import explaining_parts
@@ -320,9 +321,8 @@ def _take(device: torch.device) -> None:
 def _backend(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
-    name = dist.get_default_backend_for_device(device)
     # collectives on CPU tensors (checkpoints, tickets) go through gloo beside the device's own back-end
-    return f"cpu:gloo,{device.type}:{name}"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: float) -> None:
@@ -375,7 +375,7 @@ def _unresolved(method: str | Store) -> str:
 def _arrange(plan: Plan, device: torch.device) -> Mesh:
     axes = plan.axes
     shape = (axes.pp, axes.dp_replicate, axes.dp_shard, axes.cp, axes.tp)
-    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    device_mesh = lay_out(device.type, shape, AXES)
     replicate, shard = (int(device_mesh.get_local_rank(axis)) for axis in DATA_AXES)
     mesh = Mesh(
         device_mesh=device_mesh,
@@ -397,4 +397,4 @@ def _arrange_experts(plan: Plan, device: torch.device) -> DeviceMesh:
     axes = plan.axes
     rest = axes.dp_shard * axes.cp * axes.tp // axes.ep
     shape = (axes.pp, axes.dp_replicate, rest, axes.ep)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
+    return lay_out(device.type, shape, ("pp", "dp_replicate", "expert_shard", "ep"))

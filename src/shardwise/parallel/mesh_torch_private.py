@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_le
 from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 
 def default_store() -> Store:
@@ -31,9 +31,27 @@ def grow_segments() -> None:
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
+def lay_out(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over all ranks, whose groups wait no longer than that of the world."""
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    _limit_waits(mesh)
+    return mesh
+
+
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """One axis out of several: `DeviceMesh._flatten`, private in torch 2.13. Every rank must call it."""
-    return mesh[axes]._flatten("_".join(axes))
+    flat = mesh[axes]._flatten("_".join(axes))
+    _limit_waits(flat)
+    return flat
+
+
+def _limit_waits(mesh: DeviceMesh) -> None:
+    """Torch gives a mesh's groups its own time limit (gloo 30 min, NCCL 10), whatever that of the world is."""
+    world = _get_default_group()
+    for device in world._device_types:
+        if (options := getattr(world._get_backend(device), "options", None)) is not None:
+            for group in mesh.get_all_groups():
+                group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

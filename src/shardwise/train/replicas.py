@@ -5,6 +5,8 @@ of one follows from its layout: those that differ from this one only along axes 
 and the greatest of them name the set (`_holders`); a rank's tensors with the same one share a checksum, and what is
 communicated is one all-gather of three numbers for each.
 
+Where more than half of the holders agree, what they have is right; else `Copies` says when the columns tell.
+
 The checksum is sum((2 * i + 1) * bits[i]) modulo 2**64 over the elements as integers: the factors are odd, so a change
 of a single element changes it, and elements that are swapped do, too.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,8 @@ class Replicas:
     def __init__(self, state: TrainState) -> None:
         """See the class."""
         self._state, self._mesh, self._issued = state, state.mesh, Issued(state.mesh)
+        self._equal_at = state.step
+        """After which step they were equal: that of the last comparison, or the one that this process began with."""
         self._buffers = _stored_buffers(state.placed)
         self._groups: dict[Ends, list[str]] = defaultdict(list)
         """Who holds the same as this rank -> names of those tensors. What it alone holds is not here."""
@@ -110,67 +114,73 @@ class Replicas:
         Args:
             needed: where any difference is an error, what the error says of it.
         """
-        mesh = self._mesh
+        mesh, step = self._mesh, self._state.step
+        equal_at, self._equal_at = min(self._equal_at, step - 1), step
         if self._rows == 0:
             return ()
-        live = self._live(buffers=not needed and self._state.step > 0)  # `check_agreement` has compared those
+        live = self._live(buffers=not needed and step > 0)  # `check_agreement` has compared those
         own = [(*ends, _combined(live, names)) for ends, names in self._groups.items()]
         own += [(-1, -1, 0)] * (self._rows - len(own))
-        holders: dict[Ends, dict[int, int]] = defaultdict(dict)
-        for rank, rows in enumerate(gathered(own, mesh)):
-            for first, last, found in rows:
-                if first >= 0:
-                    holders[first, last][rank] = found
-        different = [(ends, sums) for ends, sums in sorted(holders.items()) if len(set(sums.values())) > 1]
-        return tuple(self._settle(ends, sums, live, needed) for ends, sums in different)
+        holders: dict[Ends, set[int]] = defaultdict(set)
+        for first, last, found in (row for rows in gathered(own, mesh) for row in rows):
+            holders[first, last].add(found)
+        if all(len(sums) == 1 for ends, sums in holders.items() if ends[0] >= 0):
+            return ()
+        different = self._differing(live)
+        if step == 0 or needed:
+            raise ReplicaError(f"{_text(step, different)}, {needed or _INITIAL}")
+        return (self._heal(different, equal_at),)
 
-    def _settle(
-        self, ends: Ends, sums: Mapping[int, int], live: Mapping[str, torch.Tensor], needed: str
-    ) -> dict[str, Any]:
-        """Name who differs, and copy what the majority has."""
-        state = self._state
-        (common, count), *_ = Counter(sums.values()).most_common(1)
-        is_majority = count * 2 > len(sums)
-        # without one, the last step's least rank is as good a suspect as any: all are named
-        wrong = [rank for rank, found in sums.items() if found != common] if is_majority else sorted(sums)
-        names = self._differing(ends, list(sums), live)
-        text = (
-            f"step {state.step}: {', '.join(names[:3])} ({len(names)} tensors) must be equal on ranks "
-            f"{listed(sorted(sums))}: found other bits on rank {listed(wrong)}"
-        )
-        if state.step == 0:
-            needed = (
-                "before the first step; needed: the same initial values on every rank; let apply() initialise the "
-                "model, or seed by the job and not by the rank"
-            )
-        if needed:
-            raise ReplicaError(f"{text}, {needed}")
-        if not is_majority:
-            raise ReplicaError(
-                f"{text}{_alike(sums)}; needed: more than half of them equal, to know which are right; nothing was "
-                "saved; go back to the last checkpoint, and look at the memory of these machines"
-            )
-        source = next(rank for rank, found in sums.items() if found == common)
-        self._copy(ends, source, wrong)
-        return {"event": "healed", "step": state.step, "ranks": wrong, "source": source, "parameters": names}
-
-    def _differing(self, ends: Ends, ranks: list[int], live: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of the tensors of a group whose checksums differ; only asked when one does."""
-        names = [name for name in self._groups.get(ends, []) if name in live and self._mesh.rank in ranks]
+    def _differing(self, live: Mapping[str, torch.Tensor]) -> list[Copies]:
+        """The tensors that are not alike on their holders, the same list on every rank."""
+        mine = {(ends, n): checksum(local_shard(live[n])) for ends, ns in self._groups.items() for n in ns if n in live}
         theirs: list[Any] = [None] * self._mesh.world
-        dist.all_gather_object(theirs, {name: checksum(local_shard(live[name])) for name in names})
-        found = [theirs[rank] for rank in ranks]
-        named = dict.fromkeys(name for one in found for name in one)  # ranks may have placed a tensor otherwise
-        return [name for name in named if len({one.get(name) for one in found}) > 1]
+        dist.all_gather_object(theirs, mine)
+        copies: dict[tuple[Ends, str], dict[int, int]] = defaultdict(dict)
+        for rank, sums in enumerate(theirs):
+            for key, found in sums.items():
+                copies[key][rank] = found
+        return [Copies(ends, name, sums) for (ends, name), sums in copies.items() if len(set(sums.values())) > 1]
+
+    def _heal(self, different: list[Copies], equal_at: int) -> dict[str, Any]:
+        """Copy what is right to those that have other bits; the event."""
+        step, tp = self._state.step, self._mesh.size("tp")
+        suspects = {column for copies in different for column in copies.unlike(tp)}
+        right = [copies.right(tp, suspects) for copies in different]
+        if undecided := [copies for copies, found in zip(different, right, strict=True) if found is None]:
+            raise ReplicaError(
+                f"{_text(step, undecided)}{_alike(undecided[0].sums)}; needed: more than half of them equal, to know "
+                f"which are right; nothing was saved; go back to a checkpoint of step {equal_at} or before, when they "
+                "were equal, and look at the memory of these machines"
+            )
+        transfers: dict[tuple[int, tuple[int, ...]], list[Copies]] = defaultdict(list)
+        for copies, found in zip(different, right, strict=True):
+            wrong = tuple(sorted(rank for rank, own in copies.sums.items() if own != found))
+            transfers[min(rank for rank in copies.sums if rank not in wrong), wrong].append(copies)
+        for (source, wrong), several in transfers.items():  # in one order on all ranks
+            self._copy([copies.name for copies in several], source, wrong)
+        given = {rank for _, wrong in transfers for rank in wrong}
+        if self._mesh.rank in given and self._state.placed.copies is not None:
+            self._state.placed.copies.refresh()
+        faulty = {r for copies, found in zip(different, right, strict=True) for r in copies.faulty(tp, found)} or given
+        names = list(dict.fromkeys(copies.name for copies in different))
+        return {
+            "event": "healed",
+            "step": step,
+            "ranks": sorted(faulty),
+            "spread": sorted(given - faulty),
+            "parameters": names,
+            "said": _said(names, equal_at, step),
+        }
 
     @torch.no_grad()
-    def _copy(self, ends: Ends, source: int, wrong: list[int]) -> None:
-        """What a group holds, and the optimizer's state of its parameters, from one rank to others."""
+    def _copy(self, names: Sequence[str], source: int, wrong: Sequence[int]) -> None:
+        """Tensors of these names, and the optimizer's state of them, from one rank to others."""
         mesh, state = self._mesh, self._state
         if mesh.rank != source and mesh.rank not in wrong:
             return
-        names = self._groups[ends]
-        tensors = {f"model.{name}": tensor for name, tensor in self._live().items() if name in names}
+        live = self._live()
+        tensors = {f"model.{name}": live[name] for name in names}
         prefixes = tuple(f"{PREFIX}{name}." for name in names)
         optimizer = state.optimizer.state_tensors()
         state.optimizer.state_template(optimizer)  # it learns which states are plain numbers
@@ -186,8 +196,91 @@ class Replicas:
                 local.copy_(buffer)
         if mesh.rank in wrong:
             state.optimizer.load_state_tensors(optimizer)
-            if state.placed.copies is not None:
-                state.placed.copies.refresh()
+
+
+class Copies(NamedTuple):
+    """A tensor that its holders do not hold alike.
+
+    The ranks of one tp index are a *column*: replicas of the data axes, which get the same summed gradients. So
+    a wrong value makes the gradients of its column other ones, alike on all of the column: only the column where
+    the fault is differs within. Where `tp` replicates a tensor, and each rank makes its gradient for itself, the
+    other columns then differ from that one, in tensors that have no fault.
+    """
+
+    ends: Ends
+    name: str
+    sums: Mapping[int, int]
+    """Rank -> checksum."""
+
+    def _columns(self, tp: int) -> dict[int, dict[int, int]]:
+        columns: dict[int, dict[int, int]] = defaultdict(dict)
+        for rank, found in self.sums.items():
+            columns[rank % tp][rank] = found  # tp is the innermost axis
+        return columns
+
+    def unlike(self, tp: int) -> set[int]:
+        """The columns within which it differs."""
+        return {column for column, sums in self._columns(tp).items() if len(set(sums.values())) > 1}
+
+    def right(self, tp: int, suspects: set[int]) -> int | None:
+        """What more than half hold; else what all columns hold in which nothing differs; None: nobody knows.
+
+        Args:
+            tp: size of the axis.
+            suspects: columns within which this or another tensor differs.
+
+        >>> Copies((0, 5), "bias", {0: 7, 1: 8, 2: 7, 3: 8, 4: 7, 5: 9}).right(2, {1})
+        7
+        >>> Copies((0, 1), "bias", {0: 7, 1: 8}).right(2, set()) is None
+        True
+        """
+        found = _majority(self.sums)
+        others = {found for rank, found in self.sums.items() if rank % tp not in suspects}
+        return found if found is not None or not suspects or len(others) != 1 else others.pop()
+
+    def faulty(self, tp: int, right: int | None) -> set[int]:
+        """The ranks that have neither what is right nor what most of their column have; empty: it differs within none.
+
+        >>> Copies((0, 5), "bias", {0: 7, 1: 8, 2: 7, 3: 8, 4: 7, 5: 9}).faulty(2, 7)
+        {5}
+        """
+        columns = [sums for column, sums in self._columns(tp).items() if column in self.unlike(tp)]
+        return {rank for sums in columns for rank, found in sums.items() if found not in (right, _majority(sums))}
+
+
+def _majority(sums: Mapping[int, int]) -> int | None:
+    (common, count), *_ = Counter(sums.values()).most_common(1)
+    return common if count * 2 > len(sums) else None
+
+
+_INITIAL = (
+    "before the first step; needed: the same initial values on every rank; let apply() initialise the model, or seed "
+    "by the job and not by the rank"
+)
+
+
+def _text(step: int, different: Sequence[Copies]) -> str:
+    """Who differs: of the first tensor, and those that the same ranks hold."""
+    ends, _, sums = different[0]
+    names = [copies.name for copies in different if copies.ends == ends]
+    found = _majority(sums)
+    # without a majority the least rank is as good a suspect as any: all are named
+    wrong = sorted(rank for rank, own in sums.items() if found is None or own != found)
+    return (
+        f"step {step}: {', '.join(names[:3])} ({len(names)} tensors) must be equal on ranks {listed(sorted(sums))}: "
+        f"found other bits on rank {listed(wrong)}"
+    )
+
+
+def _said(names: Sequence[str], equal_at: int, step: int) -> str:
+    """What a healed difference means for the run."""
+    if all(name.startswith("ema.") for name in names):
+        return "averages alone: no step was trained with them"
+    steps = f"step {step}" if equal_at + 1 == step else f"steps {equal_at + 1} to {step}"
+    return (
+        f"{steps} may have been trained with the wrong bits, and what came of that is alike on all ranks now; nothing "
+        f"differed after step {equal_at}: go on, or go back to a checkpoint of that step or before"
+    )
 
 
 def _alike(sums: Mapping[int, int]) -> str:

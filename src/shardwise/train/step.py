@@ -82,7 +82,7 @@ class TrainStep:
         self._divisor = gradient_divisor(placed) if self._halving is None else 1
         self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
         self._window: LossWindow | None = None
-        self._scalar_mean = self._warned = self._is_begun = False
+        self._scalar_mean = self._warned = False
         self._witness: Witness | None = None
         self.stop_requested = 0
         """A value of `signals.STOPS`: the loop ends after this step, on all ranks together."""
@@ -103,7 +103,7 @@ class TrainStep:
         if torch.is_autocast_enabled(self.state.mesh.device.type):
             torch.clear_autocast_cache()  # a script's context around its loop holds casts from before the update
         self._check_trained()
-        if not self._is_begun:
+        if self._replicas is None:
             self._begin(batch)
         if self._protection is not None:
             self._protection.begin(batch)
@@ -125,8 +125,8 @@ class TrainStep:
 
     def _begin(self, batch: Any) -> None:
         """Before the first step: of several trainers in one script the first that steps is the one verified."""
-        self._is_begun = True
         self._events += go_on(self.state, self.options)
+        self._replicas = Replicas(self.state)
         self._witness = open_witness(self.state)
         if self._witness is None:  # `verify` names what differs itself
             check_agreement(self.state, self.options, self.loss_fn)
@@ -359,7 +359,7 @@ class TrainStep:
 
     def _check_replicas(self) -> None:
         """Compare what ranks must hold alike; what was healed is an event of this step."""
-        self._replicas = self._replicas or Replicas(self.state)
+        assert self._replicas is not None, "the first step makes it"
         self._events += self._replicas.check()
 
     def _nonfinite(self, loss: float, norm: float) -> str:
