@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from shardwise.errors import ConfigError, DataError, ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.spec import preset
-from shardwise.models.hf_sizes import LENGTHS, SIZES, assumed_sizes, refuse_sizes, refuse_unsaid
+from shardwise.models.hf_sizes import LENGTHS, SIZES, assumed_sizes, refuse_sizes, refuse_unsaid, text_of
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
@@ -132,7 +132,7 @@ def longest_sequence(config: PreTrainedConfig) -> int | None:
     >>> [longest_sequence(hf_config(name)) for name in ("bert", "roberta", "bloom")]
     [512, 510, None]
     """
-    text = config.get_text_config()
+    text = text_of(config)
     said = (getattr(text, key, None) for key in LENGTHS)
     found = next((number for number in said if isinstance(number, int) and number > 0), None)
     home = vars(sys.modules[model_class(config).__module__]).values()
@@ -183,7 +183,7 @@ def _key_of(error: Exception, config: PreTrainedConfig) -> str:
 
 def _of_class(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
     """What a class is made of: of a model of text and pictures, the text part, where it is that part's class."""
-    made_for, text = cls.config_class, config.get_text_config()
+    made_for, text = cls.config_class, text_of(config)
     is_part = made_for is not None and not isinstance(config, made_for) and isinstance(text, made_for)
     return text if is_part else config
 
