@@ -50,6 +50,7 @@ def test_a_family_is_made_tiny_and_fed(name: str) -> None:
         ("wav2vec2", r"verify hf:wav2vec2: Wav2Vec2Model cannot be fed .*input_values.*write a script"),
         ("clip", r"CLIPModel cannot be fed .*needed a model of token ids, pairs of them or pictures"),
         ("dinov3_vit", r"gives no logits, needed logits of shape \[2, 'classes'\]; name a class"),
+        ("wav2vec2-bert", r"has a vocabulary of 0, needed at least 3"),
         ("decision_transformer", r"has a vocabulary of 1, needed at least 3 to be fed token ids; write a script"),
         ("BertModel", r"given input_ids of shape \[2, 16\], gives no logits, needed logits of shape \[2, 16, "),
     ],

@@ -35,7 +35,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     size = max(size) if isinstance(size, list | tuple) else size  # tiny ones are square
     kind = "pairs" if config.is_encoder_decoder else "pictures" if size else "tokens"
     channels = getattr(config, "num_channels", 3)
-    return Shape(vocab_size=getattr(config, "vocab_size", 64), kind=kind, image_size=size or 0, channels=channels)
+    return Shape(vocab_size=getattr(config, "vocab_size", 64) or 0, kind=kind, image_size=size or 0, channels=channels)
 
 
 def small_config(name: str, plan: Plan) -> PreTrainedConfig:

@@ -195,7 +195,7 @@ def shrunk_config(config: PreTrainedConfig, *, num_layers: int = 4) -> PreTraine
     try:
         for part in (made, *_parts(made)):
             _shrink(part, num_layers)
-    except (LookupError, TypeError, ValueError, StrictDataclassError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"model hf:{config.model_type}: its tiny sizes are not known here: a size is of another kind than it is of "
             f"other families ({' '.join(str(error).split())[:200]}); write small ones in a config.json, and train it "
