@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +271,57 @@ def test_a_forward_that_takes_long_is_read_at_fewer_tokens_where_it_is_per_token
     assert notes == () and reading._per_token(squares) != reading._per_token(profile)
 
 
+class Scan(nn.Linear):
+    """Goes through the tokens, four by four."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(Scan, self).forward(part).relu() for part in x.split(4, 1)], 1)
+
+
+class Mix(nn.Linear):
+    """Keeps more per token the more there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.softmax(x @ x.mT, -1) @ x)
+
+
+class Deep(nn.Module):
+    """Nine blocks, and an output layer beside which three are little."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096)
+        self.layers = nn.ModuleList(kind(16, 16) for _ in range(9))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [(Scan, [3, 3, 9]), (Mix, [3, 3, 9])])
+def test_whether_lengths_are_alike_is_told_by_few_blocks(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Linear], lengths: list[int]
+) -> None:
+    """Of 64 layers of Mamba each length took ten seconds."""
+    seen: list[int] = []
+    known = reading._described
+
+    def described(*args: Any, **options: Any) -> Any:
+        profile = known(*args, **options)
+        seen.append(len(profile.blocks))
+        return profile
+
+    monkeypatch.setattr(reading, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(reading, "_described", described)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        read_planned("deep", Planned(made=lambda _: partial(Deep, kind)), 192, "meta", blocks="layers.*")
+    assert seen == lengths
+    assert any("is read at 192 tokens" in str(each.message) for each in caught) == (kind is Mix)
+
+
 class Chunks(Loops):
     """A scan in chunks of 128 tokens, whose last is filled up."""
 
@@ -336,6 +389,38 @@ def test_the_class_of_a_text_part_is_made_of_that_part(tmp_path: Path) -> None:
     made = planned.made(8)()
     assert type(made).__name__ == "Llama4ForCausalLM" and made.config.hidden_size == 32
     assert not any("mend one" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nougat", "cannot make its default configuration .*subconfig: donut_swin.; .* give its config.json"),
+        ("gemma4_assistant", "cannot make its default configuration .*hidden_size_per_layer_input must be 0, got 256"),
+        ("rag", "has several classes for it; name .*: hf:RagModel or hf:RagSequenceForGeneration or hf:RagToken"),
+        ("sam_prompt_encoder", "exports no model class that is made of it alone; name the model that it is a part of"),
+    ],
+)
+def test_a_type_without_a_model_of_its_own_is_refused(name: str, said: str) -> None:
+    """The first two were tracebacks."""
+    with pytest.raises(ConfigError, match=f"model hf:{name}: transformers .*{said}"):
+        hf_config(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("siglip_text_model", "SiglipTextModel"), ("depth_anything", "DepthAnythingForDepthEstimation")],
+)
+def test_a_class_beside_the_usual_ones_is_found(name: str, meant: str) -> None:
+    """It was said that `transformers` has none."""
+    assert hf_config(name).architectures == [meant]
+
+
+def test_what_is_only_warned_of_needs_no_values(tmp_path: Path) -> None:
+    """DeBERTa and some thirty families ask their token ids for padding; no pipeline could be cut for that either."""
+    keys = {"model_type": "deberta", **SIZES, "architectures": ["DebertaForMaskedLM"]}
+    asked = asked_of(written(tmp_path, keys), seq=16)
+    assert asked.profile.num_params == sum(p.numel() for p in asked.factory().parameters())
+    assert "pp" not in asked.refused
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from transformers import PreTrainedConfig
 
 from shardwise.diagnose import random_hf
-from shardwise.diagnose.random_hf import check_name, small_config
+from shardwise.diagnose.random_hf import check_name, shape_of, small_config
 from shardwise.errors import ConfigError, ModelError
 from shardwise.models.hf import build, hf_config, hf_factory
+from shardwise.models.hf_sizes import shrunk_config, text_of
 from shardwise.plan.plan import Plan
 
 FSDP2 = Plan.parse("fsdp2")
@@ -49,6 +50,8 @@ def test_a_family_is_made_tiny_and_fed(name: str) -> None:
         ("wav2vec2", r"verify hf:wav2vec2: Wav2Vec2Model cannot be fed .*input_values.*write a script"),
         ("clip", r"CLIPModel cannot be fed .*needed a model of token ids, pairs of them or pictures"),
         ("dinov3_vit", r"gives no logits, needed logits of shape \[2, 'classes'\]; name a class"),
+        ("wav2vec2-bert", r"has a vocabulary of 0, needed at least 3"),
+        ("decision_transformer", r"has a vocabulary of 1, needed at least 3 to be fed token ids; write a script"),
         ("BertModel", r"given input_ids of shape \[2, 16\], gives no logits, needed logits of shape \[2, 16, "),
     ],
 )
@@ -66,6 +69,24 @@ def test_what_stays_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_hf, "shrunk_config", wide)
     with pytest.raises(ModelError, match=r"parameters in tiny sizes too .*wte.weight of shape \[2000000, 768\]"):
         check_name("gpt2", FSDP2)
+
+
+def test_a_picture_that_is_no_square_and_two_texts_are_shrunk() -> None:
+    """Both were tracebacks, the second of every verb."""
+    assert shape_of(small_config("yolos", FSDP2)).image_size == 16
+    assert text_of(hf_config("musicgen")).model_type == "musicgen_decoder"
+    assert small_config("musicgen", FSDP2).decoder.num_hidden_layers == 4
+
+
+def test_sizes_of_another_kind() -> None:
+    """Florence's widths are a list, one of each stage; it was a traceback, as that of a size nobody knew of was."""
+    config = hf_config("florence_vision")
+    assert shrunk_config(config).embed_dim == [8, 16, 32, 64]
+    vars(config)["layer_types"] = 3
+    with pytest.raises(
+        ConfigError, match=r"model hf:florence_vision: its tiny sizes are not known here: .*config.json"
+    ):
+        shrunk_config(config)
 
 
 def test_a_default_that_is_null_is_named() -> None:

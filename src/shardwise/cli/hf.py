@@ -29,7 +29,7 @@ from shardwise.models.hf import (
     unsaid_sizes,
 )
 from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
-from shardwise.models.hf_sizes import CHOSEN, EXPERTS
+from shardwise.models.hf_sizes import CHOSEN, EXPERTS, text_of
 from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
@@ -164,7 +164,7 @@ def sizes_of(config: Any) -> ModelSpec | None:
     >>> sizes_of(hf_config("llama")).num_heads  # doctest: +SKIP
     32
     """
-    text = config.get_text_config()
+    text = text_of(config)
 
     def first(*names: str) -> int:
         found = next((found for name in names if (found := value_of(text, name))), 0)

@@ -24,15 +24,18 @@ EXPERTS = "_experts_implementation"
 
 PIXELS = 32
 """Height and width of pictures where a configuration names none, as that of a convolutional network."""
+FEWEST = 3
+"""Of a vocabulary: the first two ids are not drawn, as they may mean padding."""
 FEEDS = "token ids, pairs of them or pictures"
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
     """What a model of this configuration reads."""
     size = getattr(config, "image_size", None) or PIXELS * (model_class(config).main_input_name == "pixel_values")
+    size = max(size) if isinstance(size, list | tuple) else size  # tiny ones are square
     kind = "pairs" if config.is_encoder_decoder else "pictures" if size else "tokens"
     channels = getattr(config, "num_channels", 3)
-    return Shape(vocab_size=getattr(config, "vocab_size", 64), kind=kind, image_size=size or 0, channels=channels)
+    return Shape(vocab_size=getattr(config, "vocab_size", 64) or 0, kind=kind, image_size=size or 0, channels=channels)
 
 
 def small_config(name: str, plan: Plan) -> PreTrainedConfig:
@@ -78,9 +81,16 @@ def _refuse_large(name: str, config: PreTrainedConfig) -> None:
 
 def _refuse_unfed(name: str, config: PreTrainedConfig) -> None:
     """Refuse a model whose forward does not take what is fed, or whose output the loss is not made of."""
-    module, batch = hf_factory(config)(), {key: column[:2] for key, column in Rows(shape_of(config)).columns.items()}
-    labels, cls = batch["labels"], type(module).__name__
+    module, shape = hf_factory(config)(), shape_of(config)
+    cls = type(module).__name__
     do = f"write a script that trains it on what it takes (here {FEEDS} are fed): shardwise verify train.py"
+    if shape.vocab_size < FEWEST:
+        raise ModelError(
+            f"verify {PREFIX}{name}: {cls} has a vocabulary of {shape.vocab_size}, needed at least {FEWEST} to be fed "
+            f"token ids; {do}"
+        )
+    batch = {key: column[:2] for key, column in Rows(shape).columns.items()}
+    labels = batch["labels"]
     try:
         args, kwargs = model_inputs(batch, Signature.of(module))
         given = ", ".join(f"{key} of shape {list(column.shape)}" for key, column in kwargs.items())

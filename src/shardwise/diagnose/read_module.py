@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,10 @@ from shardwise.diagnose.brought import example_length as example_length
 from shardwise.diagnose.brought import example_of as example_of
 from shardwise.diagnose.brought import module_factory as module_factory
 from shardwise.errors import ModelError, ShardwiseError
+from shardwise.model.alike import shorter
 from shardwise.model.arguments import required_by
 from shardwise.model.describe import describe
-from shardwise.model.profile import Profile
+from shardwise.model.profile import Block, Profile, block_flops
 from shardwise.model.seen import WIDTHS
 from shardwise.model.spec import ModelSpec
 from shardwise.model.stacks import WHOLE, blocks_of, find_blocks
@@ -246,7 +247,7 @@ def read_planned(
     except _TooLong:
         pass
     for short, longer in LENGTHS:
-        if longer < seq_len and _alike(*(_described(factory, _ids(n), blocks, widths=()) for n in (short, longer))):
+        if longer < seq_len and _alike(*(_of_few(factory, n, blocks) for n in (short, longer))):
             note = (
                 f"its forward takes long to read at {seq_len} tokens here, and is the same per token at {short} and "
                 f"{longer}: it was read at {short}; if it is a scan in a loop, without the memory and the kernels of a "
@@ -270,6 +271,14 @@ def _ids(tokens: int) -> torch.Tensor:
     return torch.zeros(1, tokens, dtype=torch.long, device="meta")
 
 
+def _of_few(factory: Callable[[], nn.Module], tokens: int, blocks: str) -> Profile:
+    """The profile of so many tokens, by the first blocks of each kind, where the model runs with these alone."""
+    if blocks != WHOLE:
+        with suppress(ModelError):
+            return _described(shorter(factory, blocks, times=1), _ids(tokens), blocks, widths=())
+    return _described(factory, _ids(tokens), blocks, widths=())
+
+
 def _alike(short: Profile, longer: Profile) -> bool:
     """Whether two lengths give the same per token."""
     pairs = zip(_per_token(short), _per_token(longer), strict=True)
@@ -277,10 +286,18 @@ def _alike(short: Profile, longer: Profile) -> bool:
 
 
 def _per_token(profile: Profile) -> tuple[float, ...]:
-    """What grows with the tokens of a sample, but for fused attention, which the planner scales by itself."""
-    ops = [op for block in (*profile.blocks, profile.head) for op in block.ops]
-    moved = sum(getattr(op, "moved", 0.0) for op in ops)
-    return profile.forward_flops(LENGTHS[0][1]), sum(op.saves for op in ops), moved
+    """What grows with the tokens of a sample, but for fused attention, which the planner scales by itself.
+
+    Of the blocks, beside all: a large output layer hides them where only a few are read.
+    """
+    parts = (profile.blocks, (*profile.blocks, profile.head))
+    return tuple(number for blocks in parts for number in _of_blocks(blocks))
+
+
+def _of_blocks(blocks: Sequence[Block]) -> tuple[float, float, float]:
+    ops = [op for block in blocks for op in block.ops]
+    flops = sum(block_flops(block, LENGTHS[0][1]) for block in blocks)
+    return flops, sum(op.saves for op in ops), sum(getattr(op, "moved", 0.0) for op in ops)
 
 
 class _TooLong(BaseException):

@@ -48,13 +48,14 @@ def kinds_of(module: nn.Module, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def enough(module: nn.Module, names: tuple[str, ...], kinds: Sequence[Hashable]) -> tuple[str, ...]:
+def enough(module: nn.Module, names: tuple[str, ...], kinds: Sequence[Hashable], times: int = 2) -> tuple[str, ...]:
     """The first blocks of each list, as far as there are two of each kind: those show what the others hold.
 
     Args:
         module: on any device.
         names: of its blocks.
         kinds: of each: equal for two that are alike.
+        times: in place of two of each kind.
     """
     lists: dict[str, list[int]] = {}
     for index, name in enumerate(names):
@@ -65,7 +66,7 @@ def enough(module: nn.Module, names: tuple[str, ...], kinds: Sequence[Hashable])
         first = min(FEWEST, len(members))
         for place, index in enumerate(members):
             met[kinds[index]] += 1
-            first = max(first, place + 1) if met[kinds[index]] <= 2 else first
+            first = max(first, place + 1) if met[kinds[index]] <= times else first
         container = module.get_submodule(parent)
         whole = not isinstance(container, nn.ModuleList) or len(container) != len(members)
         chosen += members if whole else members[:first]
@@ -83,18 +84,19 @@ def shorten(module: nn.Module, names: Sequence[str], chosen: Sequence[str]) -> d
     return before
 
 
-def shorter(factory: Callable[[], nn.Module], blocks: str) -> Callable[[], nn.Module]:
+def shorter(factory: Callable[[], nn.Module], blocks: str, times: int = 2) -> Callable[[], nn.Module]:
     """The factory of a model with as many of its blocks as show each kind: a pipeline's cut runs every one twice.
 
     Args:
         factory: of the whole.
         blocks: the pattern of its blocks, see `find_blocks`.
+        times: see `enough`.
     """
 
     def made() -> nn.Module:
         module = factory()
         names = find_blocks(module, blocks)
-        shorten(module, names, enough(module, names, kinds_of(module, names)))
+        shorten(module, names, enough(module, names, kinds_of(module, names), times))
         return module
 
     return made

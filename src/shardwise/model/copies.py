@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardwise.errors import ModelError
 from shardwise.model.nested import Path, leaves
-from shardwise.model.standin import stand_in_experts
+from shardwise.model.standin import leave_out_warnings, stand_in_experts
 from shardwise.model.torch_private import drop_backward_hooks
 
 
@@ -51,6 +51,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
     copied = copy_module(module, _without_values(module, "meta"))
     drop_backward_hooks(copied)
     stand_in_experts(copied)
+    leave_out_warnings(copied)
     return copied
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from shardwise.errors import ModelError
 
 FOREIGN = "transformers."
+WARNS = "warn_if_padding_and_no_attention_mask"
+"""A method that looks at token ids and has no result."""
 
 
 def stand_in_experts(copy: nn.Module) -> None:
@@ -24,6 +26,17 @@ def stand_in_experts(copy: nn.Module) -> None:
         if name.rpartition(".")[2] == "experts" and stacked and type(module).__module__.startswith(FOREIGN):
             # an attribute of the instance: this copy is only ever traced
             object.__setattr__(module, "forward", partial(_forward, name, module, stacked))
+
+
+def leave_out_warnings(copy: nn.Module) -> None:
+    """In a meta copy, of models of `transformers`: they ask token ids for padding, of which they only warn."""
+    for module in copy.modules():
+        if hasattr(module, WARNS) and type(module).__module__.startswith(FOREIGN):
+            object.__setattr__(module, WARNS, _say_nothing)
+
+
+def _say_nothing(*given: object) -> None:
+    pass
 
 
 def _forward(name: str, module: nn.Module, stacked: list[nn.Parameter], *args: Any, **kwargs: Any) -> Any:

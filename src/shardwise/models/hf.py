@@ -6,6 +6,7 @@ Nothing is ever downloaded. This module imports `transformers` (the extra `hf`),
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import sys
@@ -34,10 +35,12 @@ from transformers.models.auto.modeling_auto import (
 from shardwise.errors import ConfigError, DataError, ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.spec import preset
-from shardwise.models.hf_sizes import LENGTHS, SIZES, assumed_sizes, refuse_sizes, refuse_unsaid
+from shardwise.models.hf_sizes import LENGTHS, SIZES, assumed_sizes, refuse_sizes, refuse_unsaid, text_of
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
+REFUSALS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
+"""What configurations of `transformers` raise over values that they do not take."""
 FROM_PADDING = "create_position_ids_from_input_ids"
 """What the embeddings of RoBERTa and its kin have: their positions are counted from the padding token's id on."""
 
@@ -62,10 +65,10 @@ def hf_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
         model_class(config, f"{PREFIX}{path}")  # refused by the name of the file
         return config
     if text in CONFIG_MAPPING:
-        return _with_class(CONFIG_MAPPING[text]())
+        return _with_class(_default(text))
     known = getattr(transformers, text, None) if text.isidentifier() else None
     if isinstance(known, type) and issubclass(known, PreTrainedModel) and known.config_class is not None:
-        config = known.config_class()
+        config = _default(text, known.config_class)
         config.architectures = [text]
         return config
     names = sorted({*CONFIG_MAPPING.keys(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
@@ -129,7 +132,7 @@ def longest_sequence(config: PreTrainedConfig) -> int | None:
     >>> [longest_sequence(hf_config(name)) for name in ("bert", "roberta", "bloom")]
     [512, 510, None]
     """
-    text = config.get_text_config()
+    text = text_of(config)
     said = (getattr(text, key, None) for key in LENGTHS)
     found = next((number for number in said if isinstance(number, int) and number > 0), None)
     home = vars(sys.modules[model_class(config).__module__]).values()
@@ -180,7 +183,7 @@ def _key_of(error: Exception, config: PreTrainedConfig) -> str:
 
 def _of_class(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
     """What a class is made of: of a model of text and pictures, the text part, where it is that part's class."""
-    made_for, text = cls.config_class, config.get_text_config()
+    made_for, text = cls.config_class, text_of(config)
     is_part = made_for is not None and not isinstance(config, made_for) and isinstance(text, made_for)
     return text if is_part else config
 
@@ -249,10 +252,50 @@ def class_name(config: PreTrainedConfig) -> str:
         if kind in table:
             name = table[kind]
             return str(name[0] if isinstance(name, list | tuple) else name)
+    return _only_class(config)
+
+
+def _only_class(config: PreTrainedConfig) -> str:
+    """The class that is made of a configuration beside the usual ones: the one with an output layer, or the only one.
+
+    Raises:
+        ConfigError: none, or several.
+    """
+    home = type(config).__module__.replace(".configuration_", ".modeling_")
+    held = vars(importlib.import_module(home)) if importlib.util.find_spec(home) else {}
+    made = [
+        name
+        for name, cls in held.items()
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and hasattr(transformers, name)
+        if cls.config_class is type(config) and cls.forward is not nn.Module.forward
+    ]
+    with_head = [name for name in made if "For" in name or "Head" in name]
+    if len(with_head) == 1 or len(made) == 1:
+        return (with_head or made)[0]
+    where = f"model {PREFIX}{config.model_type}: transformers {transformers.__version__} has"
+    if made:
+        raise ConfigError(
+            f"{where} several classes for it; name the one that is meant: {PREFIX}{f' or {PREFIX}'.join(made)}"
+        )
     raise ConfigError(
-        f"model {PREFIX}{kind}: transformers {transformers.__version__} has a configuration of this type and no model "
-        "class for it; set `architectures` in its config.json to the class that is meant"
+        f"{where} a configuration of this type and exports no model class that is made of it alone; name the "
+        "model that it is a part of, or set `architectures` in its config.json to the class that is meant"
     )
+
+
+def _default(name: str, made_by: Callable[[], PreTrainedConfig] | None = None) -> PreTrainedConfig:
+    """The configuration that a family has by itself.
+
+    Raises:
+        ConfigError: it has none: its own values do not go together, or are of another model's.
+    """
+    try:
+        return (made_by or CONFIG_MAPPING[name])()
+    except REFUSALS as error:
+        raise ConfigError(
+            f"model {PREFIX}{name}: transformers {transformers.__version__} cannot make its default configuration "
+            f"({_on_one_line(error).partition('. ')[0]}); needed: one that says its sizes; give its config.json"
+        ) from error
 
 
 def _with_class(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -313,7 +356,7 @@ def _made(path: Path, said: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         config = AutoConfig.for_model(**said)
         refuse_sizes(f"{PREFIX}{path}", config)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
+    except REFUSALS as error:
         raise ConfigError(
             f"model {PREFIX}{path}: transformers refuses the configuration ({_on_one_line(error)}); needed: "
             f"values that {kind} takes; mend that key"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from shardwise.errors import ConfigError
@@ -79,6 +80,14 @@ MOST = 2**30
 """Of any other size: products of two stay within what a tensor counts."""
 
 
+def text_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a configuration that is of texts, or all of it; of two the one that writes (musicgen)."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)
+
+
 def refuse_sizes(where: str, config: PreTrainedConfig) -> None:
     """Refuse sizes that cannot be, of which `transformers` makes a model without layers, or torch a failure.
 
@@ -144,7 +153,7 @@ def assumed_sizes(said: Mapping[str, Any], config: PreTrainedConfig) -> list[str
         said: the file, as it was read.
         config: what `transformers` made of it.
     """
-    text = config.get_text_config()
+    text = text_of(config)
     own = said if text is config else _part_of(said, config, text)
     known = {text.attribute_map.get(key, key) for key in own} | {*own}
     held = text.to_dict()
@@ -176,15 +185,25 @@ def shrunk_config(config: PreTrainedConfig, *, num_layers: int = 4) -> PreTraine
         config: of any size.
         num_layers: of each stack.
 
+    Raises:
+        ConfigError: a size that is no number, as it is in other families.
+
     >>> shrunk_config(hf_config("mistral")).num_key_value_heads
     2
     """
     made = copy.deepcopy(config)
-    for part in (made, *_parts(made)):
-        _shrink(part, num_layers)
+    try:
+        for part in (made, *_parts(made)):
+            _shrink(part, num_layers)
+    except (AttributeError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"model hf:{config.model_type}: its tiny sizes are not known here: a size is of another kind than it is of "
+            f"other families ({' '.join(str(error).split())[:200]}); write small ones in a config.json, and train it "
+            "with a script: shardwise verify train.py"
+        ) from error
     for part in _parts(made):
         if getattr(part, "out_hidden_size", None):  # what it gives is added to the text
-            part.out_hidden_size = made.get_text_config().hidden_size
+            part.out_hidden_size = text_of(made).hidden_size
     return made
 
 
@@ -228,6 +247,8 @@ def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
         config.qk_head_dim = TINY["qk_rope_head_dim"] + TINY["qk_nope_head_dim"]
     for key, value in TINY.items():
         change((key,), min(value, said[key]) if isinstance(said.get(key), int) else value)
+    if isinstance(said.get("image_size"), list | tuple):
+        config.image_size = type(said["image_size"])([TINY["image_size"]] * 2)
     change(LAYERS, num_layers)
     _shrink_lists(config, said, num_layers)
     _shrink_stages(config, said)
@@ -277,7 +298,7 @@ def _shrink_stages(config: PreTrainedConfig, said: Mapping[str, Any]) -> None:
             setattr(config, key, widths if key == "hidden_sizes" else [width // HEAD_DIM for width in widths])
     for key, value in (("embed_dim", HEAD_DIM), ("image_size", STAGED), ("window_size", 2)):
         if said.get(key):
-            setattr(config, key, value)
+            setattr(config, key, widths if isinstance(said[key], list | tuple) and key == "embed_dim" else value)
 
 
 def _shrunk_layers(said: Mapping[str, Any], config: PreTrainedConfig) -> dict[int | str, dict[str, Any]]:
