@@ -27,7 +27,7 @@ import shardwise as sw
 from overhead import free_port, machine
 from shardwise.plan.plan import LOOPED, SCHEDULES
 from shardwise.plan.schedule import actions
-from shardwise.plan.simulate import Costs, simulate
+from shardwise.plan.time_terms.simulate import Costs, simulate
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "pipeline.md"

@@ -18,7 +18,7 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.pictures import COLOURS, STEP, memory_picture, mesh_on_nodes, step_picture
 from shardwise.plan.plan import Plan
 from shardwise.plan.search import Candidate, Search, find_plan
-from shardwise.plan.space import Space
+from shardwise.plan.searching.space import Space
 from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.timing import estimate_time
 

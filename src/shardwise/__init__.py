@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.models.moe import MoEOutput as MoEOutput
     from shardwise.parallel.compose import apply as apply
     from shardwise.parallel.init import init_model as init_model
-    from shardwise.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
-    from shardwise.parallel.linear import RowParallelLinear as RowParallelLinear
+    from shardwise.parallel.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from shardwise.parallel.layers.linear import RowParallelLinear as RowParallelLinear
     from shardwise.parallel.mesh import Mesh as Mesh
     from shardwise.parallel.mesh import open_mesh as open_mesh
     from shardwise.parallel.placed import Placed as Placed
@@ -80,11 +80,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.train.predicting import predict as predict
     from shardwise.train.probe import Probe as Probe
     from shardwise.train.protect import Protect as Protect
-    from shardwise.train.rounding import stochastic_adamw as stochastic_adamw
     from shardwise.train.sampling import generate as generate
-    from shardwise.train.several import several as several
     from shardwise.train.state import TrainState as TrainState
     from shardwise.train.step import make_step as make_step
+    from shardwise.train.updates.rounding import stochastic_adamw as stochastic_adamw
+    from shardwise.train.updates.several import several as several
 
 # Where each public name lives. The order is the order of docs/reference.md.
 _HOMES = {
@@ -109,15 +109,15 @@ _HOMES = {
     "shardwise.parallel.init": ("init_model",),
     "shardwise.model.infer": ("infer_rules",),
     "shardwise.model.rules_file": ("load_rules",),
-    "shardwise.parallel.linear": ("ColumnParallelLinear", "RowParallelLinear"),
+    "shardwise.parallel.layers.linear": ("ColumnParallelLinear", "RowParallelLinear"),
     "shardwise.train.ema": ("Ema",),
-    "shardwise.train.several": ("several",),
+    "shardwise.train.updates.several": ("several",),
     "shardwise.train.losses": ("Losses",),
     "shardwise.models.moe": ("MoEDecoder", "MoEConfig", "MoEOutput"),
     "shardwise.train.loss": ("Loss", "token_cross_entropy", "mean_over"),
     "shardwise.train.batches": ("loader", "eval_batches"),
     "shardwise.train.optimizers": ("adamw", "sgd", "lion", "adafactor", "muon", "lamb"),
-    "shardwise.train.rounding": ("stochastic_adamw",),
+    "shardwise.train.updates.rounding": ("stochastic_adamw",),
     "shardwise.train.lr": ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
     "shardwise.train.state": ("TrainState",),
     "shardwise.train.probe": ("Probe",),

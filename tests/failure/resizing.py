@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.train.windows import WindowSpec, divide, shares
+from shardwise.train.data.windows import WindowSpec, divide, shares
 
 VOCAB, SEQ, ROWS, BATCH = 32, 8, 97, 10
 """97 is prime, and 10 is divided by neither 3 nor 4: no window is even, and no epoch ends with one."""

@@ -34,7 +34,7 @@ from shardwise.launch.local import Failure
 from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
-from shardwise.train.mirror import other_statistics
+from shardwise.train.kept.mirror import other_statistics
 from tests.disks import disk
 from tests.failure import resizing
 

@@ -32,9 +32,9 @@ from shardwise.launch.worlds import World, Worlds
 from shardwise.plan.plan import Plan
 from shardwise.records import say
 from shardwise.train import metrics
+from shardwise.train.kept.outliving import Copy
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.metrics import MetricsLog
-from shardwise.train.outliving import Copy
-from shardwise.train.rundir import RunDir
 from tests.failure import recovering
 from tests.failure.test_recovery import start as start_recovering
 from tests.failure.test_run_verb import finish, start

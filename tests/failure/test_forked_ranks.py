@@ -22,7 +22,7 @@ TORCH = "import torch\n"
 SAYS = """
 import atexit, multiprocessing, os, random, sys, __main__
 import numpy, torch
-import shardwise.train.mirror  # all that training needs is imported before the fork: numpy.random too
+import shardwise.train.kept.mirror  # all that training needs is imported before the fork: numpy.random too
 import torch.distributed as dist
 dist.init_process_group("gloo")
 ones = torch.ones(1)

@@ -16,7 +16,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.retention import Retention
 from shardwise.launch.resuming import read_held_out
 from shardwise.testing.world import World
-from shardwise.train.rundir import RunDir
+from shardwise.train.kept.rundir import RunDir
 from tests.failure.as_rank import typed
 
 TINY = ["--model", "tiny", "--layers", "1", "--dim", "32", "--heads", "2", "--ffn", "48", "--seq", "16", "--batch", "2",

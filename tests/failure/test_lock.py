@@ -19,9 +19,9 @@ import pytest
 
 from shardwise.errors import ExitCode, LockedError, UsageError
 from shardwise.testing.world import World
-from shardwise.train import lock as lock_module
-from shardwise.train.lock import RunLock
-from shardwise.train.rundir import RunDir
+from shardwise.train.kept import lock as lock_module
+from shardwise.train.kept.lock import RunLock
+from shardwise.train.kept.rundir import RunDir
 from tests.failure.as_rank import typed
 
 fork = get_context("fork")

@@ -20,7 +20,7 @@ from shardwise.cli.main import main
 from shardwise.errors import CheckpointError, ExitCode, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
-from shardwise.train.rundir import RunDir, check_not_lost, check_out, find_checkpoint
+from shardwise.train.kept.rundir import RunDir, check_not_lost, check_out, find_checkpoint
 from tests.failure.as_rank import typed
 
 TINY = ["--model", "tiny", "--layers", "1", "--dim", "32", "--heads", "2", "--ffn", "48", "--seq", "16", "--batch", "2",

@@ -18,8 +18,8 @@ import pytest
 
 from shardwise.checkpoint.holding import Holder
 from shardwise.errors import ExitCode, LockedError
-from shardwise.train import lock as lock_module
-from shardwise.train.lock import RunLock
+from shardwise.train.kept import lock as lock_module
+from shardwise.train.kept.lock import RunLock
 
 SCRIPT = """
 import sys, time

@@ -24,7 +24,7 @@ from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.testing.world import World
-from shardwise.train.lock import RunLock
+from shardwise.train.kept.lock import RunLock
 from shardwise.train.optimizers import adamw
 from tests.checkpoints import entries
 from tests.parity.placing import LAYOUTS, State, place

@@ -22,8 +22,8 @@ from shardwise.errors import ExitCode
 from shardwise.launch import session
 from shardwise.launch.session import Session
 from shardwise.testing.world import World
+from shardwise.train.kept.rundir import RunDir, check_not_lost
 from shardwise.train.progress import Sight, open_progress
-from shardwise.train.rundir import RunDir, check_not_lost
 from tests.failure.as_rank import ran, typed
 from tests.failure.test_resume_rules import command
 

@@ -17,8 +17,8 @@ from shardwise.errors import ConfigError, DataError, ModelError, PlanError, Usag
 from shardwise.parallel.inputs import Signature, model_inputs, num_rows, split_rows
 from shardwise.plan.plan import Batch
 from shardwise.train.batches import Batches, LoaderOptions, Window, eval_batches, loader
-from shardwise.train.loader_options import LoaderKeywords
-from shardwise.train.order import SampleOrder
+from shardwise.train.data.loader_options import LoaderKeywords
+from shardwise.train.data.order import SampleOrder
 
 
 @dataclass

@@ -13,10 +13,10 @@ from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from shardwise.parallel.repeating import Repeating
+from shardwise.parallel.engines.repeating import Repeating
 from shardwise.plan.constraints import ROWS
-from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, Plan
+from shardwise.plan.ranks.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.repair import Case, change
 from shardwise.testing import fake_world
 from tests.parity.grid import decoder

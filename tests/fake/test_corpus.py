@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from shardwise import extras
 from shardwise.errors import ConfigError, DataError
-from shardwise.train import sources
-from shardwise.train.corpus import TokenDataset, read_corpus, split, token_dtype, unigram_entropy
-from shardwise.train.tokens import ByteTokenizer, check_vocab, load_tokenizer
+from shardwise.train.data import sources
+from shardwise.train.data.corpus import TokenDataset, read_corpus, split, token_dtype, unigram_entropy
+from shardwise.train.data.tokens import ByteTokenizer, check_vocab, load_tokenizer
 
 BYTES = ByteTokenizer()
 
@@ -78,7 +78,7 @@ def test_the_cache_is_mapped_and_follows_its_files(tmp_path: Path, monkeypatch: 
     file, cache = write(tmp_path / "a.txt", "abc\n"), tmp_path / "cache" / "deep"
     plain, first = read_corpus(file, BYTES), read_corpus(file, BYTES, cache=cache)
     with monkeypatch.context() as patch:
-        patch.setattr("shardwise.train.corpus.read_documents", None)  # a second call reads no text
+        patch.setattr("shardwise.train.data.corpus.read_documents", None)  # a second call reads no text
         second = read_corpus(file, BYTES, cache=cache)
     assert isinstance(second.tokens, np.memmap)
     assert plain.fingerprint == first.fingerprint == second.fingerprint

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardwise.parallel.counter import Elements, Numbers, Stream, mixed, signed, strides
-from shardwise.parallel.draws import DRAWS, SKIP, UNKEYED
+from shardwise.parallel.randomness.counter import Elements, Numbers, Stream, mixed, signed, strides
+from shardwise.parallel.randomness.draws import DRAWS, SKIP, UNKEYED
 
 CPU = torch.device("cpu")
 SIZE = 200_000

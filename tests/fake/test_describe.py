@@ -15,7 +15,7 @@ from shardwise.model.profile import Block, Profile, profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.models.hf import hf_config, hf_factory
 from shardwise.models.presets import build
-from shardwise.plan.eager import kept_by, local_of
+from shardwise.plan.eager.kernels import kept_by, local_of
 from shardwise.plan.plan import Plan
 
 SIZES: dict[str, Any] = {"num_layers": 4, "dim": 256, "num_heads": 8, "ffn_dim": 640, "vocab_size": 1000}

@@ -15,9 +15,9 @@ from shardwise.model.describe import describe
 from shardwise.model.ops import Attention, Matmul
 from shardwise.model.profile import Block, Profile
 from shardwise.model.tracer import meta_copy, tensors_in
-from shardwise.plan.division import divide
 from shardwise.plan.memory import states_of
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.division import divide
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload

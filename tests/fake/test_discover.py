@@ -19,8 +19,8 @@ from shardwise.hardware.fit import Heads, Message, Product, Stream
 from shardwise.hardware.local import NAMES, Found, cluster_of, discover, look, nodes_of, preset_named
 from shardwise.hardware.stages import low
 from shardwise.model.ops import Attention
-from shardwise.plan.kernels import attention_time, matmul_time, pointwise_time
-from shardwise.plan.links import Group, collective_time
+from shardwise.plan.costs.kernels import attention_time, matmul_time, pointwise_time
+from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.stack import load_stack
 
 KNOWN = [

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import (
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.parallel import intercept
+from shardwise.parallel.sequence import intercept
 from shardwise.parallel.torch_private import copy_of_flex_attention, flex_as_torch_defines_it, flex_carried_by
 from shardwise.testing import fake_world
 

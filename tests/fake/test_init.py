@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.blueprint import blueprint_of, record
 from shardwise.parallel.history import History, seed_for
 from shardwise.parallel.init import init_model
+from shardwise.parallel.initial.blueprint import blueprint_of, record
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:

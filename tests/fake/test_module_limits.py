@@ -1,4 +1,4 @@
-"""Every limit of plan/rows_modules.py is met by an example, and refused with its id; no other id is raised."""
+"""Every limit of plan/rows/modules.py is met by an example, and refused with its id; no other id is raised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.cli.hf import hf_findings
 from shardwise.errors import ModelError
-from shardwise.plan.rows_modules import MODULES
+from shardwise.plan.rows.modules import MODULES
 from shardwise.testing import fake_world
 from tests.fake.test_context import Model, also, attends, by_hand, run
 from tests.fake.test_misuse import Skip

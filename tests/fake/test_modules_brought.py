@@ -21,10 +21,10 @@ from shardwise.model.known import Known
 from shardwise.model.seen import added_to_loss, taken_by_loss
 from shardwise.model.stacks import blocks_of, find_blocks
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
-from shardwise.plan.activations import kept_bytes, saved_bytes, saving_of
-from shardwise.plan.division import divide
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import kept_bytes, saved_bytes, saving_of
+from shardwise.plan.ranks.division import divide
 from shardwise.plan.search import find_plan
 from shardwise.plan.stack import stack_of, stack_on
 from shardwise.plan.workload import Workload

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from shardwise.cli.reading import how_read
 from shardwise.diagnose.read_module import read_module
 from shardwise.hardware.cluster import load_cluster
-from shardwise.plan.activations import kept_bytes, saved_bytes, saving_of
-from shardwise.plan.datatime import wire_of
-from shardwise.plan.division import divide
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import kept_bytes, saved_bytes, saving_of
+from shardwise.plan.ranks.division import divide
 from shardwise.plan.stack import stack_of
+from shardwise.plan.time_terms.datatime import wire_of
 from shardwise.plan.workload import Workload
 from tests.brought import VOCAB, Adapted, Words
 from tests.fake.test_modules_brought import near_the_trace

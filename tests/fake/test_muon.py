@@ -20,8 +20,8 @@ from shardwise.plan.stack import load_stack
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.updating import NOT_MUON, matrices
 from shardwise.plan.workload import Workload
-from shardwise.train.groups import matches
-from shardwise.train.update_rules import Muon
+from shardwise.train.updates.groups import matches
+from shardwise.train.updates.update_rules import Muon
 from tests.fake.references import references
 
 SIZES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.parallel.backward_torch_private import backward_to_inputs, backward_to_weights
+from shardwise.parallel.engines.unused_torch_private import SUMS_APART, FSDPParam
 from shardwise.parallel.module_torch_private import (
     copy_together,
     has_forward_pre_hook,
@@ -23,9 +23,9 @@ from shardwise.parallel.module_torch_private import (
     map_tensors,
     put_parameter,
 )
-from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, Stage
+from shardwise.parallel.stages.backward_torch_private import backward_to_inputs, backward_to_weights
+from shardwise.parallel.stages.pipeline_torch_private import SCHEDULE_CLASSES, Stage
 from shardwise.parallel.torch_private import behind_backward, in_backward, saving_hook
-from shardwise.parallel.unused_torch_private import SUMS_APART, FSDPParam
 from shardwise.plan.plan import LOOPED, SCHEDULES
 from tests.fake.torch_orders import schedule_order
 

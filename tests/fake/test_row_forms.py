@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.diagnose.evidence import _as_known
-from shardwise.train.fingerprints import row_forms, row_names
+from shardwise.train.guards.fingerprints import row_forms, row_names
 
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 7], [5, 6], [5, 0], [4, 4, 4]]
 

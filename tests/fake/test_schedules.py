@@ -23,15 +23,15 @@ from shardwise.model.spec import ModelSpec
 from shardwise.model.tracer import trace_chain
 from shardwise.models.presets import build
 from shardwise.parallel.pipeline import first_blocks
-from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES
-from shardwise.parallel.schedules import picture, save_png
-from shardwise.plan.division import Division
-from shardwise.plan.imbalance import busiest
+from shardwise.parallel.stages.pipeline_torch_private import SCHEDULE_CLASSES
+from shardwise.parallel.stages.schedules import picture, save_png
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule
-from shardwise.plan.rows_pipeline import micro_batches_fit
+from shardwise.plan.ranks.division import Division
+from shardwise.plan.ranks.imbalance import busiest
+from shardwise.plan.ranks.stages import counted_flops, split_evenly
+from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.schedule import Action, actions, stages_of, table_of
-from shardwise.plan.simulate import LOCAL, NOTHING, Costs, _order, simulate
-from shardwise.plan.stages import counted_flops, split_evenly
+from shardwise.plan.time_terms.simulate import LOCAL, NOTHING, Costs, _order, simulate
 from shardwise.plan.workload import Workload
 from tests.fake.torch_orders import StandIn, schedule_order
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.parallel.shape_cache import ShapeCache
-from shardwise.parallel.sites import find_sites
+from shardwise.parallel.initial.shape_cache import ShapeCache
+from shardwise.parallel.randomness.sites import find_sites
 
 
 def ask(cache: ShapeCache, func: Any, *args: Any, may_keep: bool = True, **kwargs: Any) -> Any:

@@ -18,12 +18,12 @@ from shardwise.diagnose.without_values import grouped
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.course import DRAWN
 from shardwise.model.profile import Profile
-from shardwise.parallel import counter
+from shardwise.parallel.randomness import counter
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import load_stack, stack_on
 from shardwise.plan.workload import STATE_BYTES, Workload
-from shardwise.train import low_bits
+from shardwise.train.updates import low_bits
 from tests.forms import Denoiser, Einsum, Functions, Mixer, Scan, Texts, Valued
 from tests.modules import Rows, TwoInputs, factory, hugging_face
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.errors import ModelError
 from shardwise.model.stacks import find_blocks
 from shardwise.model.tracer import AFTER, BEFORE, Chain, meta_copy, trace_chain
-from shardwise.parallel.stage import Cut, PassThrough, Wiring
+from shardwise.parallel.stages.stage import Cut, PassThrough, Wiring
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 

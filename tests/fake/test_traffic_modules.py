@@ -16,9 +16,9 @@ from shardwise.diagnose.trace_module import estimate_module_by_trace
 from shardwise.errors import ModelError, PlanError
 from shardwise.findings import errors_in
 from shardwise.plan.constraints import check
-from shardwise.plan.messages import Collective
+from shardwise.plan.messages.modules import collectives_of_module, unlisted
+from shardwise.plan.messages.scene import Collective
 from shardwise.plan.plan import Plan
-from shardwise.plan.traffic_modules import collectives_of_module, unlisted
 from shardwise.plan.workload import Workload
 from tests import brought, forms
 from tests.fake.test_modules_brought import FACTORIES

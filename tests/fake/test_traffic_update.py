@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.diagnose.trace_estimate import OPTIMIZERS, training_of
 from shardwise.diagnose.trace_step import trace_step
-from shardwise.plan.messages import Collective
+from shardwise.plan.messages.scene import Collective
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import STATE_BYTES, Workload

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES
+from shardwise.parallel.stages.pipeline_torch_private import SCHEDULE_CLASSES
 
 
 @dataclass

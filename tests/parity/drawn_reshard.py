@@ -20,7 +20,7 @@ from shardwise.findings import errors_in
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.models.moe import MoEConfig, MoEDecoder
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED
-from shardwise.train.low_bits import STATE_KINDS
+from shardwise.train.updates.low_bits import STATE_KINDS
 from tests.parity import drawn_models, grid, moe_models
 from tests.parity.drawn_models import AXES, EPS, LLAMA, MOE, SEED, SEQ, VOCAB, Drawable, Rows
 from tests.parity.random_models import RULES

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Part, Placed
 from shardwise.plan.plan import Axes, Plan
-from shardwise.train.optim import NamedOptimizer
+from shardwise.train.updates.optim import NamedOptimizer
 
 LAYOUTS: dict[str, Plan] = {
     "one": Plan(),

@@ -12,8 +12,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ExitCode, ReplicaError
 from shardwise.testing import World
-from shardwise.train import agreement, replicas
 from shardwise.train.exchange import digest
+from shardwise.train.guards import agreement, replicas
 from tests.parity import grid, points
 
 WHERE = {

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.parallel import data
-from shardwise.parallel.batchnorm import _Forward as Normal
 from shardwise.parallel.init import init_model
+from shardwise.parallel.layers.batchnorm import _Forward as Normal
 from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.padding import Padding
 from shardwise.testing.world import WorldError
-from shardwise.train import agreement
+from shardwise.train.guards import agreement
 from tests.parity import grid
 
 SEED, LR, BATCH = 5, 1e-2, 22  # 22 rows over 4 ranks: 6, 6, 5, 5

@@ -21,9 +21,9 @@ from shardwise.train.batches import loader
 from shardwise.train.loop import steps
 from shardwise.train.loss import Loss, mean_over
 from shardwise.train.optimizers import sgd
-from shardwise.train.several import several as combined
 from shardwise.train.state import TrainState
 from shardwise.train.step import TrainStep, make_step
+from shardwise.train.updates.several import several as combined
 
 DIM = 6
 

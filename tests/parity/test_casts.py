@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.plan.engines import casts_weights, uses_fully_shard
+from shardwise.plan.ranks.engines import casts_weights, uses_fully_shard
 from shardwise.plan.repair import change
 from tests.parity import grid, moe_models
 

@@ -17,10 +17,10 @@ from shardwise.errors import ModelError
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.sample import generate
-from shardwise.parallel.attention import Merged
 from shardwise.parallel.context import ContextSplit
 from shardwise.parallel.init import init_model
-from shardwise.parallel.intercept import Divided
+from shardwise.parallel.sequence.attention import Merged
+from shardwise.parallel.sequence.intercept import Divided
 from shardwise.plan.plan import Plan
 from shardwise.train.sampling import WholeModel
 from tests.parity import grid

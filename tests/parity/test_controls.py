@@ -18,10 +18,10 @@ from torch.distributed.tensor import Replicate
 import shardwise as sw
 from shardwise.parallel import data, tensor
 from shardwise.parallel.pipeline import Layout
-from shardwise.parallel.stage import Cut, StageModule
+from shardwise.parallel.stages.stage import Cut, StageModule
 from shardwise.testing.world import WorldError
-from shardwise.train import agreement
 from shardwise.train import step as step_module
+from shardwise.train.guards import agreement
 from shardwise.train.sums import WorldSums
 from tests.parity import grid
 

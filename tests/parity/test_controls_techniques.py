@@ -19,12 +19,12 @@ from torch.distributed.tensor import Partial, Replicate
 
 from shardwise.parallel import data, tensor
 from shardwise.parallel.context import ContextSplit
-from shardwise.parallel.counter import Elements, Stream
+from shardwise.parallel.randomness.counter import Elements, Stream
 from shardwise.testing.world import World, WorldError
-from shardwise.train import low_bits, rounding
 from shardwise.train.ema import Ema
-from shardwise.train.several import SeveralOptimizers
-from shardwise.train.update_rules import local_shard
+from shardwise.train.updates import low_bits, rounding
+from shardwise.train.updates.several import SeveralOptimizers
+from shardwise.train.updates.update_rules import local_shard
 from tests.parity import hf_models, test_groups, test_hf, test_lora, test_low_bits, test_rounding
 from tests.parity.test_controls import doubled_gradients, nothing
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import World
-from shardwise.train.mirror import Mirror
-from shardwise.train.outliving import Memory, Place
+from shardwise.train.kept.mirror import Mirror
+from shardwise.train.kept.outliving import Memory, Place
 
 
 class Block(nn.Module):

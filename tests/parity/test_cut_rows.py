@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import shardwise as sw
-from shardwise.parallel.stage import Feed
+from shardwise.parallel.stages.stage import Feed
 from shardwise.train import step
 from shardwise.train.options import StepOptions
 from tests.parity import grid, moe_models, test_experts, test_random

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.testing import World
-from shardwise.train.order import SampleOrder
+from shardwise.train.data.order import SampleOrder
 from tests.parity import grid
 from tests.parity.drawn_models import ROWS, SEED
 from tests.parity.drawn_reshard import MODELS, OPTIMIZERS, Case, Half, Told, draw, run_all

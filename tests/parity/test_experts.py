@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel import dispatch, expert
+from shardwise.parallel import expert
+from shardwise.parallel.layers import dispatch
 from shardwise.plan.plan import Plan
-from shardwise.train import agreement
 from shardwise.train import step as step_module
+from shardwise.train.guards import agreement
 from tests.parity import grid, moe_models
 
 BATCH = 16

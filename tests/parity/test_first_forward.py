@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.parallel.first_forward import _Look
+from shardwise.parallel.refused.first_forward import _Look
 from shardwise.testing import World, fake_world
 
 ROWS, TOKENS, DIM = 8, 6, 4

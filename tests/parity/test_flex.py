@@ -18,12 +18,12 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 import shardwise as sw
 from shardwise.models.decoder import Attention as DecoderAttention
 from shardwise.models.decoder import Decoder, DecoderConfig, rotary_tables, rotate
-from shardwise.parallel import flex
 from shardwise.parallel.init import init_model
-from shardwise.parallel.intercept import Divided, Watch
-from shardwise.parallel.ring import Ranks
+from shardwise.parallel.sequence import flex
+from shardwise.parallel.sequence.intercept import Divided, Watch
+from shardwise.parallel.sequence.ring import Ranks
 from shardwise.plan.plan import Plan
-from shardwise.plan.sequence import Layout, divide
+from shardwise.plan.ranks.sequence import Layout, divide
 from tests.parity import grid
 
 VOCAB, ROWS, DIM, HEADS, KV_HEADS = 64, 4, 32, 4, 2

@@ -13,9 +13,9 @@ from shardwise.errors import OutOfMemoryError, UsageError
 from shardwise.parallel import compose
 from shardwise.parallel.memory import is_out_of_memory
 from shardwise.testing import World, fail_at
-from shardwise.train.halving import cut_rows
-from shardwise.train.mirror import Mirror
-from shardwise.train.outliving import Memory, Place, Slot
+from shardwise.train.guards.halving import cut_rows
+from shardwise.train.kept.mirror import Mirror
+from shardwise.train.kept.outliving import Memory, Place, Slot
 from tests.parity import grid, points
 from tests.parity.points import Case
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.models.decoder import Decoder, DecoderConfig
-from shardwise.parallel.blueprint import record
 from shardwise.parallel.init import blueprint_for, init_model, local_slice, materialize
+from shardwise.parallel.initial.blueprint import record
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Part, Placed
 from shardwise.plan.plan import Axes, Offload, Plan

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.errors import ReplicaError
 from shardwise.testing import World
 from shardwise.train import torch_private
-from shardwise.train.issued import Issued
+from shardwise.train.guards.issued import Issued
 from tests.parity import grid, moe_models, points
 from tests.parity.points import Case
 

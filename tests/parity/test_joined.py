@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from shardwise.train.joined import SMALL, Joined, JoinedGradients
 from shardwise.train.norm import sum_of_squares
+from shardwise.train.updates.joined import SMALL, Joined, JoinedGradients
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 2), "d": (6,)}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
-from shardwise.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from shardwise.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.plan.plan import Axes, Plan
 from shardwise.testing.world import World

@@ -13,10 +13,10 @@ from shardwise.parallel.mesh import open_mesh
 from shardwise.parallel.placed import Placed
 from shardwise.testing.world import World
 from shardwise.train.ema import Ema
-from shardwise.train.optim import NamedOptimizer, name_optimizer
 from shardwise.train.optimizers import OPTIMIZERS, adamw, sgd
-from shardwise.train.several import several
 from shardwise.train.state import TrainState
+from shardwise.train.updates.optim import NamedOptimizer, name_optimizer
+from shardwise.train.updates.several import several
 from tests.parity.placing import LAYOUTS, place, train
 
 

@@ -201,7 +201,7 @@ def followed(text: str, kind: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["module", "function"])
 def test_what_a_loss_remembers_is_as_without_the_look(world: World, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     looked = world(1, followed, "dp1 / mb2", kind)[0]
-    monkeypatch.setattr("shardwise.train.means.unlike_parts", lambda *_: "")
+    monkeypatch.setattr("shardwise.train.guards.means.unlike_parts", lambda *_: "")
     with_none = followed("dp1 / mb2", kind)
     assert looked == with_none and (kind == "function" or looked[2:] == [4, 4])
 

@@ -16,9 +16,9 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.mesh import open_mesh
-from shardwise.train import low_bits
-from shardwise.train.low_bits import STATE_KINDS
 from shardwise.train.optimizers import adamw
+from shardwise.train.updates import low_bits
+from shardwise.train.updates.low_bits import STATE_KINDS
 from tests.parity.placing import LAYOUTS, State, full, place, train
 
 STEPS, WIDE = 3, 1300

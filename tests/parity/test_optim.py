@@ -15,11 +15,11 @@ from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
-from shardwise.train.optim import NamedOptimizer, name_optimizer, stepped_parameters
 from shardwise.train.optimizers import OPTIMIZERS, adamw, lamb, lion, muon, sgd
 from shardwise.train.state import TrainState
-from shardwise.train.update_rules import Lamb, Muon
-from shardwise.train.whole_steps import state_after_step
+from shardwise.train.updates.optim import NamedOptimizer, name_optimizer, stepped_parameters
+from shardwise.train.updates.update_rules import Lamb, Muon
+from shardwise.train.updates.whole_steps import state_after_step
 from tests.parity.placing import LAYOUTS, Net, full, gradients, place, train
 
 STEPS, TOLERANCE = 3, {torch.float64: 1e-11, torch.float32: 1e-6}
@@ -238,7 +238,7 @@ def shapes_stepped(plan: str) -> list[tuple[int, ...]]:
     with open_mesh(Plan.parse(plan)) as mesh:
         placed = apply(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), Plan.parse(plan), mesh, seed=0)
         names = [f"optim.{name}.exp_avg" for name in placed.named_parameters()]
-        with patch("shardwise.train.optim.state_after_step", noted):
+        with patch("shardwise.train.updates.optim.state_after_step", noted):
             adamw(placed, lr=0.01).state_template(names)
     return stepped
 

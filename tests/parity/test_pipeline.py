@@ -15,7 +15,7 @@ from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.launch.forked import WorldError
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.mesh import open_mesh
-from shardwise.parallel.pipeline_torch_private import CARRIES_INTEGERS
+from shardwise.parallel.stages.pipeline_torch_private import CARRIES_INTEGERS
 from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Plan
 from shardwise.testing.world import World
 from tests.parity import grid, points

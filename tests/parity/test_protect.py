@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ExitCode, SpikeError, UsageError
 from shardwise.launch.allowed import quarantined
 from shardwise.testing import World, WorldError
-from shardwise.train.loader_options import LoaderOptions
+from shardwise.train.data.loader_options import LoaderOptions
 from shardwise.train.protect import Protection, z_score
 from tests.parity import points
 from tests.parity.points import Case

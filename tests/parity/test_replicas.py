@@ -12,8 +12,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ReplicaError
 from shardwise.testing import World
-from shardwise.train.replicas import Replicas, checksum
-from shardwise.train.update_rules import local_shard
+from shardwise.train.guards.replicas import Replicas, checksum
+from shardwise.train.updates.update_rules import local_shard
 from tests.parity import points
 from tests.parity.points import Case
 from tests.parity.test_nonfinite import is_same, snapshot

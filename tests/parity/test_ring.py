@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise.parallel.attention import Piece
-from shardwise.parallel.intercept import Call, Divided
-from shardwise.parallel.ring import Ranks, plan_pieces
-from shardwise.plan.sequence import Layout, divide
+from shardwise.parallel.sequence.attention import Piece
+from shardwise.parallel.sequence.intercept import Call, Divided
+from shardwise.parallel.sequence.ring import Ranks, plan_pieces
+from shardwise.plan.ranks.sequence import Layout, divide
 
 BATCH, HEADS, DIM = 2, 4, 8
 

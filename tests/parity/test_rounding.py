@@ -9,8 +9,8 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import UsageError
-from shardwise.parallel.counter import Elements, Numbers, Stream
-from shardwise.train.rounding import rounded
+from shardwise.parallel.randomness.counter import Elements, Numbers, Stream
+from shardwise.train.updates.rounding import rounded
 from tests.parity.placing import LAYOUTS, State, full, place
 
 BF16 = torch.bfloat16

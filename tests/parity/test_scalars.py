@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 import shardwise as sw
 from shardwise.model.recipes import recipe_for
 from shardwise.parallel import compose
-from shardwise.train import agreement
+from shardwise.train.guards import agreement
 from tests.parity import grid
 
 

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.plan.updating import newton_schulz_flops
 from shardwise.testing import World
-from shardwise.train.sharing import bring_together, give_back, lie_of, sharing_of
-from shardwise.train.update_rules import local_shard
+from shardwise.train.updates.sharing import bring_together, give_back, lie_of, sharing_of
+from shardwise.train.updates.update_rules import local_shard
 from tests.parity import grid, moe_models
 
 SHAPES = [(7, 5), (3, 9), (8, 8), (2, 6), (5, 7), (1, 4), (9, 3)]
@@ -93,7 +93,7 @@ def largest_message(text: str) -> int:
             send = getattr(torch.distributed, name)
 
             def seen(*args: Any, send: Any = send, **kwargs: Any) -> Any:
-                if sys._getframe(1).f_globals["__name__"] == "shardwise.train.sharing":
+                if sys._getframe(1).f_globals["__name__"] == "shardwise.train.updates.sharing":
                     largest[0] = max(largest[0], *(t.numel() for t in args if isinstance(t, torch.Tensor)))
                 return send(*args, **kwargs)
 
@@ -174,7 +174,7 @@ def mixed_up(text: str) -> grid.Trace:
         return parts
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.train.update_rules.give_back", swapped)
+        patch.setattr("shardwise.train.updates.update_rules.give_back", swapped)
         return trained(text, "decoder-flat")
 
 

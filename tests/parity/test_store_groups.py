@@ -22,10 +22,10 @@ from shardwise.checkpoint.saving import number_of
 from shardwise.checkpoint.scalars import agreed
 from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.testing import World
-from shardwise.train import group_values
-from shardwise.train.group_values import GroupValues
-from shardwise.train.optim import NamedOptimizer
 from shardwise.train.protect import Kept
+from shardwise.train.updates import group_values
+from shardwise.train.updates.group_values import GroupValues
+from shardwise.train.updates.optim import NamedOptimizer
 from tests.checkpoints import SPLITS, write_checkpoint
 
 ROWS = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.ones(1)) for i in range(64)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import World
-from shardwise.train.state_values import filled, forms, frame, leaves
+from shardwise.train.updates.state_values import filled, forms, frame, leaves
 
 ROWS = [
     (torch.randn(8, generator=torch.Generator().manual_seed(i)).double(), torch.ones(1).double()) for i in range(64)

@@ -35,8 +35,8 @@ from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.launch.resuming import resume
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World, WorldError
+from shardwise.train.kept.rundir import find_checkpoint
 from shardwise.train.optimizers import adamw
-from shardwise.train.rundir import find_checkpoint
 from tests.checkpoints import IDENTITY, SPLITS, content, write_checkpoint
 from tests.parity.placing import LAYOUTS, State, place
 

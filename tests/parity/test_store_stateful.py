@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import shardwise as sw
 from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.testing import World
-from shardwise.train.stateful import StatefulObjects
+from shardwise.train.kept.stateful import StatefulObjects
 
 ROWS = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.ones(1)) for i in range(64)]
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {

@@ -21,22 +21,22 @@ from shardwise.errors import CheckpointError
 from shardwise.launch.allowed import go_on as run_goes_on
 from shardwise.models.moe import MoEConfig, MoEDecoder
 from shardwise.parallel.compose import apply
-from shardwise.parallel.counter import Elements, Numbers, Stream
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.randomness.counter import Elements, Numbers, Stream
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
-from shardwise.train import low_bits
 from shardwise.train.batches import loader
 from shardwise.train.ema import Ema
-from shardwise.train.low_bits import BLOCK, STATE_KINDS
-from shardwise.train.optim import NamedOptimizer
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.optimizers import adamw, lamb, lion, sgd
-from shardwise.train.rounding import rounded
-from shardwise.train.rundir import RunDir
 from shardwise.train.settings import TrainSettings
-from shardwise.train.several import several
 from shardwise.train.state import TrainState
+from shardwise.train.updates import low_bits
+from shardwise.train.updates.low_bits import BLOCK, STATE_KINDS
+from shardwise.train.updates.optim import NamedOptimizer
+from shardwise.train.updates.rounding import rounded
+from shardwise.train.updates.several import several
 from tests.parity.placing import LAYOUTS, State, full, place, train
 
 KINDS = ("fp32", *STATE_KINDS)

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.parallel.layers.tensor_hooks import looks_up_alone, split_table
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Part, Placed
 from shardwise.parallel.tensor import shard_tensor
-from shardwise.parallel.tensor_hooks import looks_up_alone, split_table
 from shardwise.plan.plan import Axes, Plan, Tensor
 from shardwise.testing.world import World
 from shardwise.train.loss import token_cross_entropy

@@ -13,8 +13,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError, PlanError
-from shardwise.parallel import float8
-from shardwise.parallel.tensor_hooks import wrap_forward
+from shardwise.parallel.layers import float8
+from shardwise.parallel.layers.tensor_hooks import wrap_forward
 from shardwise.plan.plan import Plan
 from tests.parity import grid, test_grid, typed
 

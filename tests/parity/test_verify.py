@@ -20,7 +20,7 @@ from shardwise.diagnose.faults import FAULTS, Evidence
 from shardwise.diagnose.subject import Failed, Run, Subject, record
 from shardwise.diagnose.verify import Options, Report, Verifier, _factor, _finding
 from shardwise.launch.forked import WorldError
-from shardwise.train.witness import Request
+from shardwise.train.guards.witness import Request
 
 SCRIPT = Path(__file__).with_name("verified.py")
 PLANTED = {

@@ -21,8 +21,8 @@ import shardwise as sw
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.moe import MoEConfig, MoEDecoder
-from shardwise.parallel.float8 import type_of, types_of_modules
 from shardwise.parallel.init import init_model
+from shardwise.parallel.layers.float8 import type_of, types_of_modules
 from tests.parity import grid
 
 RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise-hp": "rowwise_with_gw_hp"}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.parallel import data
-from shardwise.parallel.stage import StageModule
+from shardwise.parallel.stages.stage import StageModule
 from shardwise.train.sums import WorldSums
 
 VOCAB, DIM, SEQ, ROWS, BATCH, LAYERS = 32, 16, 8, 32, 8, 4

@@ -13,7 +13,7 @@ from shardwise.errors import ChangedError, CheckpointError, UsageError
 from shardwise.launch.elastic_plan import has_same_maths
 from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
-from shardwise.train.changes import (
+from shardwise.train.kept.changes import (
     Before,
     Change,
     changed_now,
@@ -23,7 +23,7 @@ from shardwise.train.changes import (
     leave_of,
     may_convert,
 )
-from shardwise.train.rundir import RunDir
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.settings import KEYS, RunSettings
 
 

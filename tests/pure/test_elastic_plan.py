@@ -21,7 +21,7 @@ from shardwise.plan.constraints import check
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
-from shardwise.train.rundir import RunDir, check_out
+from shardwise.train.kept.rundir import RunDir, check_out
 
 OWN = (
     "dp4 / gbs8",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.metrics import MetricsLog
-from shardwise.train.rundir import RunDir
 
 EVENTS = [
     ('{"event": "quarantine", "rows": "x"}', "rows: found str 'x', needed a list of integers"),

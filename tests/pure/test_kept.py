@@ -10,7 +10,7 @@ import pytest
 from shardwise.checkpoint.format import Box
 from shardwise.cli.kept import check_places, has_checkpoints
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.train.rundir import RunDir
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.settings import TrainSettings
 from tests.checkpoints import content, write_checkpoint
 

@@ -9,10 +9,10 @@ import pytest
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
-from shardwise.plan import moments
-from shardwise.plan.moments import Moment, moments_of
+from shardwise.plan.eager.moments import Moment, moments_of
+from shardwise.plan.memory_terms import moments
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED
-from shardwise.plan.rows_pipeline import micro_batches_fit
+from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.search import find_plan
 from shardwise.plan.stack import load_stack
 from shardwise.plan.workload import Workload

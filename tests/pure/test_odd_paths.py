@@ -20,7 +20,7 @@ from shardwise.checkpoint.remote import located
 from shardwise.cli.config import read_configuration
 from shardwise.errors import CheckpointError, ConfigError, DataError, UsageError
 from shardwise.records import write_file
-from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
+from shardwise.train.kept.rundir import RunDir, check_out, check_writable, find_checkpoint
 from shardwise.train.settings import TrainSettings
 from tests.checkpoints import SPLITS, write_checkpoint
 from tests.pure.test_ckpt_cli import run

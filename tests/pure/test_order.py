@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, DataError
-from shardwise.train.order import NUM_ROUNDS, SampleOrder
+from shardwise.train.data.order import NUM_ROUNDS, SampleOrder
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

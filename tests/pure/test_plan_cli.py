@@ -32,7 +32,7 @@ from shardwise.plan.band import band_of_kind, likeness
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.pictures import shown_of
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Space
+from shardwise.plan.searching.space import Space
 from shardwise.plan.spelled import seconds
 from shardwise.plan.stack import load_stack
 from shardwise.plan.workload import Workload

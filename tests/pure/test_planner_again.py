@@ -12,10 +12,10 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.ops import Attention, Matmul
 from shardwise.model.profile import Block, profile_of
 from shardwise.model.spec import preset
-from shardwise.plan.activations import kept_bytes, saving_of
-from shardwise.plan.blocktime import BlockTime, Setting, _matmul, _op_time, block_time
 from shardwise.plan.plan import Axes, Plan
+from shardwise.plan.ranks.activations import kept_bytes, saving_of
 from shardwise.plan.stack import load_stack
+from shardwise.plan.time_terms.blocktime import BlockTime, Setting, _matmul, _op_time, block_time
 from tests.pure.test_published import variant
 
 JAX = load_stack("jax")

@@ -10,11 +10,11 @@ from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
-from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.costs.kernels import TAIL
 from shardwise.plan.frozen import adapted_share, adapter_time, packed_share
-from shardwise.plan.kernels import TAIL
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import saved_bytes, saving_of
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import StepTime, estimate_time
 from shardwise.plan.updating import offloaded_bytes

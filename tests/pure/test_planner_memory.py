@@ -13,17 +13,17 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.ops import Matmul
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
-from shardwise.plan import eager_rank
-from shardwise.plan.activations import again_in, kept_in, saved_bytes, saving_of, working_bytes
-from shardwise.plan.division import divide
+from shardwise.plan.eager import rank as eager_rank
 from shardwise.plan.hosting import host_lack, on_host
 from shardwise.plan.memory import STATES, WORKSPACE, Memory, RankMemory, estimate_memory, gathered_of, states_of
 from shardwise.plan.plan import Axes, Offload, Plan, Schedule
+from shardwise.plan.ranks.activations import again_in, kept_in, saved_bytes, saving_of, working_bytes
+from shardwise.plan.ranks.division import divide
+from shardwise.plan.ranks.stages import Stage, cut
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
 from shardwise.plan.stack import load_stack, stack_of
-from shardwise.plan.stages import Stage, cut
-from shardwise.plan.stalls import BUFFERS, HELD, held_ahead, stalled
+from shardwise.plan.time_terms.stalls import BUFFERS, HELD, held_ahead, stalled
 from shardwise.plan.timing import RankCosts, rank_costs
 from shardwise.plan.workload import Workload
 

@@ -11,17 +11,17 @@ from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import Cluster, Link, Loading, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
-from shardwise.plan.datatime import Sends, exposed_time, rounds_of, sends_of, wire_of
-from shardwise.plan.division import divide
+from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.hosting import assumed_of
-from shardwise.plan.imbalance import busiest
-from shardwise.plan.links import Group, collective_time
-from shardwise.plan.loading import is_decoded, loading_time, said
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.division import divide
+from shardwise.plan.ranks.imbalance import busiest
 from shardwise.plan.search import every_plan, find_plan
-from shardwise.plan.space import Space
+from shardwise.plan.searching.space import Space
 from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.time_terms.datatime import Sends, exposed_time, rounds_of, sends_of, wire_of
+from shardwise.plan.time_terms.loading import is_decoded, loading_time, said
 from shardwise.plan.timing import STRAGGLERS, StepTime, estimate_time
 from shardwise.plan.updating import HOST_ALONE, Matrix, matrices, newton_schulz_time
 from shardwise.plan.workload import Workload

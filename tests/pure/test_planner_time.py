@@ -11,10 +11,7 @@ from shardwise.hardware.cluster import Link, Rates, load_cluster
 from shardwise.model.ops import Attention, Pointwise
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import preset
-from shardwise.plan.activations import saved_bytes, saving_of
-from shardwise.plan.blocktime import CAST, Setting, _kernels, _matmul, _passes
-from shardwise.plan.exchange import crossing
-from shardwise.plan.kernels import (
+from shardwise.plan.costs.kernels import (
     TAIL,
     attention_backward,
     attention_kernel,
@@ -24,10 +21,13 @@ from shardwise.plan.kernels import (
     passes_of,
     pointwise_time,
 )
-from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
+from shardwise.plan.costs.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Axes, Plan
+from shardwise.plan.ranks.activations import saved_bytes, saving_of
 from shardwise.plan.stack import AttentionKernel, Stack, load_stack, stack_of
+from shardwise.plan.time_terms.blocktime import CAST, Setting, _kernels, _matmul, _passes
+from shardwise.plan.time_terms.exchange import crossing
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload

@@ -21,8 +21,8 @@ from shardwise.hardware.fit import (
     nearest_preset,
 )
 from shardwise.model.ops import Attention
-from shardwise.plan.kernels import attention_time, matmul_time, pointwise_time
-from shardwise.plan.links import Group, collective_time
+from shardwise.plan.costs.kernels import attention_time, matmul_time, pointwise_time
+from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.stack import load_stack
 
 SIZES = {"cpu": (16, 256, 512, 1024), "h100": (256, 1024, 4096, 8192), "mi300x": (256, 1024, 4096, 8192)}

@@ -11,9 +11,9 @@ from published.stacks import BUCKET, CHUNKED, HOLES, KEPT, LIMITED, LOOP_LOSS, M
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import Offload, Plan
+from shardwise.plan.ranks.activations import saved_bytes, saving_of
 from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.workload import Adapters
 from tests.pure.test_planner_memory import LLAMA, WORK

@@ -12,9 +12,9 @@ from published.stacks import GATHERS_AGAIN, KERNELS, LIBRARY, TWICE_LOSS, UNFUSE
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
-from shardwise.plan.activations import kept_outputs, saved_bytes, saving_of, working_bytes
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import kept_outputs, saved_bytes, saving_of, working_bytes
 from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.updating import matrices

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shardwise.errors import ExitCode
-from shardwise.train.outliving import DATA, Board, Copy, Header, Memory, Place, Slot, newest
+from shardwise.train.kept.outliving import DATA, Board, Copy, Header, Memory, Place, Slot, newest
 
 
 @pytest.fixture

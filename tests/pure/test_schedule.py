@@ -10,11 +10,11 @@ from itertools import product
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.passing import peaks_in_flight
+from shardwise.plan.memory_terms.passing import peaks_in_flight
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE
-from shardwise.plan.rows_pipeline import micro_batches_fit
+from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.schedule import ActionTable, actions, in_flight
-from shardwise.plan.simulate import Costs, Timeline, least_time, pipeline_time, simulate
+from shardwise.plan.time_terms.simulate import Costs, Timeline, least_time, pipeline_time, simulate
 
 GRID = [
     (kind, ranks, stages, micro)

@@ -18,16 +18,16 @@ from shardwise.errors import ConfigError, ModelError, PlanError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, preset
-from shardwise.plan import walk
 from shardwise.plan.constraints import check
-from shardwise.plan.families import Core, Flow, Leaf, Pipe, Spread, least_simplicity, simplicity
-from shardwise.plan.front import APART, FrontWalk, front_of
 from shardwise.plan.hosting import on_host
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Search, Walk, every_plan, find_plan
-from shardwise.plan.space import FEATURES, OPT_IN, Space, features_of
+from shardwise.plan.searching import walk
+from shardwise.plan.searching.families import Core, Flow, Leaf, Pipe, Spread, least_simplicity, simplicity
+from shardwise.plan.searching.front import APART, FrontWalk, front_of
+from shardwise.plan.searching.space import FEATURES, OPT_IN, Space, features_of
 from shardwise.plan.stack import Stack, load_stack, stacks
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Adapters, Workload

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.sequence import divide, num_pieces
+from shardwise.plan.ranks.sequence import divide, num_pieces
 
 RANKS = st.sampled_from([1, 2, 3, 4, 8])
 BALANCE = st.sampled_from(["zigzag", "contiguous"])

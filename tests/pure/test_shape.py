@@ -48,7 +48,7 @@ LAYERS = {
     "plan": 2,
     "parallel": 3,
     "models": 3,
-    "train.lock": 1,  # files and processes; who holds a run's directory, or a store
+    "train.kept.lock": 1,  # files and processes; who holds a run's directory, or a store
     "train": 4,
     "checkpoint": 4,
     "communicate": 4,
@@ -197,8 +197,8 @@ def layered(file: str) -> bool:
     return layer(module_name(file)) is not None
 
 
-def check_rings(sources: Sources) -> list[str]:
-    edges = {module_name(file): set(own_imports(file, sources)) for file in sources if module_name(file)}
+def in_rings(edges: dict[str, set[str]]) -> list[str]:
+    """Those that can be reached from themselves."""
 
     def reaches(start: str) -> set[str]:
         seen: set[str] = set()
@@ -209,6 +209,25 @@ def check_rings(sources: Sources) -> list[str]:
         return seen
 
     return [f"{module}: imports itself through others" for module in edges if module in reaches(module)]
+
+
+def check_rings(sources: Sources) -> list[str]:
+    return in_rings({module_name(file): set(own_imports(file, sources)) for file in sources if module_name(file)})
+
+
+def check_folder_rings(sources: Sources) -> list[str]:
+    """A folder inside of a folder counts as one module: it stands above all that it imports."""
+    inner = {".".join(file.split("/")[:2]) for file in sources if file.count("/") == 2}
+    edges: dict[str, set[str]] = {}
+
+    def room(module: str) -> str:
+        outer = ".".join(module.split(".")[:2])
+        return outer if outer in inner else module
+
+    for file in sources:
+        here = room(module_name(file))
+        edges.setdefault(here, set()).update({room(there) for there in own_imports(file, sources)} - {here})
+    return in_rings(edges)
 
 
 def check_torch_free(sources: Sources) -> list[str]:
@@ -418,6 +437,11 @@ def check_patches(sources: Sources) -> list[str]:
 PLANTED: dict[Callable[[Sources], list[str]], Sources] = {
     check_direction: {"plan/plan.py": "from shardwise.train import step\n", "train/step.py": ""},
     check_rings: {"plan/a.py": "from shardwise.plan import b\n", "plan/b.py": "from shardwise.plan.a import x\n"},
+    check_folder_rings: {
+        "plan/a/b.py": "from shardwise.plan import c\n",
+        "plan/c.py": "import shardwise.plan.a.d",
+        "plan/a/d.py": "",
+    },
     check_torch_free: {"plan/memory.py": "import torch.nn as nn\n"},
     check_local_imports: {"train/step.py": "def f():\n    import json\n"},
     check_sizes: {"train/step.py": "def f():\n" + "    x = 1\n" * 60},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.model.module_step import Event
-from shardwise.plan.shards import ROOT, Dials, Shards
+from shardwise.plan.ranks.shards import ROOT, Dials, Shards
 
 FORWARD = [Event(what, i) for i in range(2) for what in ("call", "return")]
 BACKWARD = [Event(what, i) for i in (1, 0) for what in ("back", "done")]

@@ -13,7 +13,7 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.pictures import step_picture
 from shardwise.plan.plan import Plan
 from shardwise.plan.search import Candidate, Search
-from shardwise.plan.space import Space
+from shardwise.plan.searching.space import Space
 from shardwise.plan.spelled import seconds
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timeline import Timeline, timeline_of

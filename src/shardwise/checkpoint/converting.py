@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError
 
 
 class Conversion(Protocol):
-    """What a state would change; `shardwise.train.conversion.Conversion` is one."""
+    """What a state would change; `shardwise.train.kept.conversion.Conversion` is one."""
 
     @property
     def what(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.saveable import Drawing
-from shardwise.parallel.generators import MOST_BYTES, restore
+from shardwise.parallel.randomness.generators import MOST_BYTES, restore
 
 KEY = "generators"
 MOST_RANKS = 512

@@ -20,7 +20,7 @@ from shardwise.findings import Finding
 from shardwise.launch.environment import recovering_job
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
-from shardwise.train.lock import RunLock, end_at_once
+from shardwise.train.kept.lock import RunLock, end_at_once
 
 
 class Held(NamedTuple):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardwise.checkpoint.torch_private import local_of
 from shardwise.errors import UsageError
-from shardwise.parallel.generators import Drawn
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.randomness.generators import Drawn
 
 Kind = tuple[tuple[int, ...], str]
 """Shape and type of a stored tensor."""

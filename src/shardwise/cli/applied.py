@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.blueprint import record
 from shardwise.parallel.compose import place
+from shardwise.parallel.initial.blueprint import record
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Plan
 from shardwise.testing.fake import fake_world

@@ -35,7 +35,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.plan.reasons import binds, decisions
 from shardwise.plan.report import mesh_picture
 from shardwise.plan.search import Candidate, Goal
-from shardwise.plan.space import OPT_IN, Space
+from shardwise.plan.searching.space import OPT_IN, Space
 
 
 def explain(

@@ -30,8 +30,8 @@ from shardwise.models.hf import (
 )
 from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
 from shardwise.models.hf_sizes import CHOSEN, EXPERTS, text_of
-from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place
+from shardwise.parallel.initial.blueprint import Blueprint, record
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import Plan

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.config import Configuration
 from shardwise.errors import ChangedError, CheckpointError, UsageError
-from shardwise.train.changes import Before, find_changes
-from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
+from shardwise.train.kept.changes import Before, find_changes
+from shardwise.train.kept.rundir import RunDir, check_out, check_writable, find_checkpoint
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan

@@ -22,16 +22,16 @@ from shardwise.extras import optional_module
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
-from shardwise.plan import loading
-from shardwise.plan.activations import width_of
 from shardwise.plan.band import band, likeness
 from shardwise.plan.constraints import passed
 from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_share, on_host
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import PRECISIONS, Plan
+from shardwise.plan.ranks.activations import width_of
 from shardwise.plan.repair import Read
 from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.stack import Stack, load_stack, stack_on
+from shardwise.plan.time_terms import loading
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
 

@@ -116,7 +116,7 @@ def token_rows(duration: float) -> float:
     """Bytes of token ids per second that a process reads: rows of 2,048 as `TokenDataset` gives them, 8 at a time."""
     import numpy as np
 
-    from shardwise.train.token_data import TokenDataset
+    from shardwise.train.data.token_data import TokenDataset
 
     data = TokenDataset(np.zeros(2**22, dtype=np.uint16), 2048)
     order = np.random.default_rng(0).permutation(data.num_targets // data.seq_len).reshape(-1, 1)

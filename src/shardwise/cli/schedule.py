@@ -13,7 +13,7 @@ from shardwise.errors import ExitCode, PlanError
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import table_of
-from shardwise.plan.simulate import simulate
+from shardwise.plan.time_terms.simulate import simulate
 
 
 def schedule(
@@ -25,7 +25,7 @@ def schedule(
 
     Times are counted in forwards of one stage; a backward takes two, or one for each of its halves.
     """
-    from shardwise.parallel.schedules import picture, save_png
+    from shardwise.parallel.stages.schedules import picture, save_png
 
     if png is not None and png.suffix.lower() != ".png":
         typer.echo(f"schedule: --png: found {png}, needed a path that ends in .png", err=True)

@@ -21,7 +21,7 @@ from shardwise.model.spec import ModelSpec, load_spec, refuse_unbuilt
 from shardwise.plan.plan import Plan
 from shardwise.plan.shrink import LARGE, describe_shrink, shrink
 from shardwise.records import write_file
-from shardwise.train.rundir import RunDir, write_text
+from shardwise.train.kept.rundir import RunDir, write_text
 
 if TYPE_CHECKING:
     from shardwise.diagnose.subject import Subject

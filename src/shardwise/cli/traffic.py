@@ -10,10 +10,10 @@ from rich.table import Table
 
 from shardwise.cli.planning import Question
 from shardwise.errors import ModelError
-from shardwise.plan.messages import Collective
+from shardwise.plan.messages.modules import collectives_of_module, unlisted
+from shardwise.plan.messages.scene import Collective
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of
-from shardwise.plan.traffic_modules import collectives_of_module, unlisted
 
 RANK = 0
 

@@ -40,10 +40,10 @@ from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.records import say
-from shardwise.train.changes import Before, Change, check_allowed, find_changes, leave_of
-from shardwise.train.lock import Owner, RunLock, end_at_once
+from shardwise.train.kept.changes import Before, Change, check_allowed, find_changes, leave_of
+from shardwise.train.kept.lock import Owner, RunLock, end_at_once
+from shardwise.train.kept.rundir import RunDir, check_not_lost, write_text
 from shardwise.train.progress import lasting
-from shardwise.train.rundir import RunDir, check_not_lost, write_text
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering

@@ -22,7 +22,7 @@ from shardwise.parallel.inputs import Signature, model_inputs, split_rows
 from shardwise.parallel.mesh import open_mesh
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.transport import Boundary
+from shardwise.parallel.stages.transport import Boundary
 from shardwise.plan.plan import Communication, Plan, Schedule
 from shardwise.testing.fake import fake_world
 

@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import nearest
 from shardwise.model.arguments import required_by
 from shardwise.model.tracer import tensors_in
-from shardwise.parallel.blueprint import Blueprint, record
+from shardwise.parallel.initial.blueprint import Blueprint, record
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from shardwise.diagnose.faults import Evidence
 from shardwise.diagnose.parity import Difference, factor_of, first_module_that_differs, relative
 from shardwise.diagnose.trace import Trace
 from shardwise.plan.plan import Plan
-from shardwise.train.fingerprints import same_but_padding
+from shardwise.train.guards.fingerprints import same_but_padding
 
 LOCATE = {"fp64": 1e-9, "fp32": 1e-4}
 """When an output counts as another one: only to say where a difference begins, never whether there is one."""

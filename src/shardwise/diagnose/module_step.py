@@ -31,13 +31,13 @@ from shardwise.model.standin import LossOf
 from shardwise.model.torch_private import fake_tensors
 from shardwise.model.tracer import AFTER, BETWEEN, Chain, meta_copy, tensors_in, trace_chain
 from shardwise.model.tracer import BEFORE as AHEAD
-from shardwise.parallel.batchnorm import BatchNorm, prepare_sync_norms
 from shardwise.parallel.compose import blocks_of_plan
+from shardwise.parallel.engines.units import modules_by_size
 from shardwise.parallel.inputs import Signature, model_inputs
+from shardwise.parallel.layers.batchnorm import BatchNorm, prepare_sync_norms
 from shardwise.parallel.placed import Batch
 from shardwise.parallel.precision import compute_type
-from shardwise.parallel.sites import find_sites
-from shardwise.parallel.units import modules_by_size
+from shardwise.parallel.randomness.sites import find_sites
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 

@@ -18,10 +18,10 @@ from shardwise.parallel.compose import apply
 from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Plan
+from shardwise.train.guards.witness import take_rows
 from shardwise.train.optimizers import adamw
 from shardwise.train.state import TrainState
 from shardwise.train.step import LossFn, make_step
-from shardwise.train.witness import take_rows
 
 Target = str | Path | Callable[..., Any]
 

@@ -29,12 +29,12 @@ from shardwise.model.spec import ModelSpec
 from shardwise.model.stacks import WHOLE, blocks_of, find_blocks
 from shardwise.model.tracer import copy_module, tensors_in
 from shardwise.parallel.blocks import own_blocks, refuse_running_statistics
-from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place
-from shardwise.parallel.limits import refuse_limits
+from shardwise.parallel.initial.blueprint import Blueprint, record
 from shardwise.parallel.mesh import open_mesh
+from shardwise.parallel.refused.limits import refuse_limits
 from shardwise.plan.plan import Plan
-from shardwise.plan.rows_modules import COMPILED_RECOMPUTE
+from shardwise.plan.rows.modules import COMPILED_RECOMPUTE
 from shardwise.testing.fake import fake_world
 
 LONGEST = 512

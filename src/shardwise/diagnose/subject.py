@@ -25,7 +25,7 @@ from shardwise.launch.forked import World, WorldError
 from shardwise.launch.variables import set_variables, variables
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
-from shardwise.train.witness import Request, write_request
+from shardwise.train.guards.witness import Request, write_request
 
 OUT = "{out}"
 """In a script's words: a fresh directory of each run."""

@@ -22,15 +22,15 @@ from shardwise.models.moe import MoEOutput
 from shardwise.models.presets import build
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch, Placed
-from shardwise.plan.activations import is_recomputed
-from shardwise.plan.division import Division
-from shardwise.plan.messages import Collective
+from shardwise.plan.messages.scene import Collective
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import is_recomputed
+from shardwise.plan.ranks.division import Division
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.workload import Workload
 from shardwise.train.loss import Loss, token_cross_entropy
-from shardwise.train.optim import NamedOptimizer
 from shardwise.train.optimizers import adafactor, adamw, lamb, lion, muon, sgd
+from shardwise.train.updates.optim import NamedOptimizer
 
 RATE = 1e-4
 OPTIMIZERS: Mapping[str, Callable[[Placed], NamedOptimizer]] = {

@@ -38,20 +38,20 @@ from shardwise.errors import ModelError
 from shardwise.model.seen import as_with_values, without_tracebacks
 from shardwise.parallel.compose import place
 from shardwise.parallel.data import replicate_data
+from shardwise.parallel.engines.scalars import bind_scalars
+from shardwise.parallel.engines.unused import Unused
 from shardwise.parallel.init import allocate, blueprint_for
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.placed import Batch, Placed
-from shardwise.parallel.scalars import bind_scalars
+from shardwise.parallel.refused.written import watch_weights
 from shardwise.parallel.ties import bind_stages
 from shardwise.parallel.torch_private import resync_fully_sharded
-from shardwise.parallel.unused import Unused
-from shardwise.parallel.written import watch_weights
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.train.loss import token_cross_entropy
-from shardwise.train.optim import NamedOptimizer
 from shardwise.train.optimizers import adamw
 from shardwise.train.step import LossFn
+from shardwise.train.updates.optim import NamedOptimizer
 
 
 def token_loss(output: Any, batch: Batch) -> Any:

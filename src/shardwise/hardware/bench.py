@@ -24,7 +24,7 @@ from shardwise.hardware.fit import (
     nearest_preset,
 )
 from shardwise.hardware.local import Found, preset_named
-from shardwise.plan.links import Group
+from shardwise.plan.costs.links import Group
 from shardwise.plan.stack import load_stack
 
 SHARES = {"products": 0.4, "memory": 0.1, "attention": 0.1, "host": 0.05, "links": 0.35}

@@ -62,7 +62,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What a matrix product reaches of the nominal rate, by shape. See `plan.kernels.matmul_time` for the formula."""
+    """What a matrix product reaches of the nominal rate, by shape: see `plan.costs.kernels.matmul_time`."""
 
     best: float = 0.8
     """Share of the nominal rate that the best shape sustains, under the power limit."""

@@ -1,7 +1,7 @@
 """Constants of a `Cluster` from timings: least squares over the planner's own formulas, without torch.
 
-Each constant is the one with which `plan.kernels` or `plan.links` tells the measured times back with the least squared
-logarithm of the ratio. `error` is the median of |predicted / measured - 1| that is left.
+Each constant is the one with which `plan.costs.kernels` or `plan.costs.links` tells the measured times back with the
+least squared logarithm of the ratio. `error` is the median of |predicted / measured - 1| that is left.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from statistics import median
 
 from shardwise.hardware.cluster import Cluster, Curve, Device, Link, Rates, device_names, load_cluster
 from shardwise.model.ops import Attention
-from shardwise.plan.kernels import PLAIN, TAIL, attention_time, matmul_time, misaligned
-from shardwise.plan.links import Group, collective_time
+from shardwise.plan.costs.kernels import PLAIN, TAIL, attention_time, matmul_time, misaligned
+from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.stack import Stack
 
 UNITS = (1, 16, 32, 64, 80, 108, 132, 148, 192, 256, 304)
@@ -61,7 +61,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of `size` bytes, counted as `plan.links.collective_time` counts them."""
+    """A collective of `size` bytes, counted as `plan.costs.links.collective_time` counts them."""
 
     kind: str
     size: int

@@ -9,8 +9,8 @@ from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.launch.resuming import resume
 from shardwise.train.batches import Batches
-from shardwise.train.changes import CONTENT, changed_now, leave_of, may_convert
-from shardwise.train.rundir import RunDir
+from shardwise.train.kept.changes import CONTENT, changed_now, leave_of, may_convert
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.settings import TrainSettings
 from shardwise.train.state import TrainState
 

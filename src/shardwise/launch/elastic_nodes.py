@@ -22,7 +22,7 @@ from shardwise.launch.runjob import RunJob
 from shardwise.launch.worker import Summary, run_session
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Axes, Plan
-from shardwise.train.lock import STALE_S, RunLock
+from shardwise.train.kept.lock import STALE_S, RunLock
 
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 

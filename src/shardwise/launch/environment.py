@@ -74,7 +74,7 @@ RECOVER = "SHARDWISE_RECOVER"
 
 
 def recovery_place(env: Mapping[str, str]) -> str | None:
-    """What the supervisor says to this rank (see `shardwise.train.outliving.Place`); None: there is none.
+    """What the supervisor says to this rank (see `shardwise.train.kept.outliving.Place`); None: there is none.
 
     >>> recovery_place({}) is None
     True

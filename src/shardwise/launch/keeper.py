@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from shardwise.launch.entry import die_with_parent
 from shardwise.launch.job import ADDRESS
-from shardwise.train.outliving import call_process
+from shardwise.train.kept.outliving import call_process
 
 _BACKLOG = 4096
 """Ranks that connect at the same moment; the kernel takes the smaller of this and its own limit."""

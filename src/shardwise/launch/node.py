@@ -13,7 +13,7 @@ from shardwise.errors import ExitCode
 from shardwise.launch.forks import Forks, environments
 from shardwise.launch.job import Job
 from shardwise.launch.server import Server
-from shardwise.train.outliving import Board, Copy, Memory
+from shardwise.train.kept.outliving import Board, Copy, Memory
 
 Ended = tuple[int, int, int]
 """Number of the set of ranks, rank, exit code (negative: the signal)."""

@@ -35,7 +35,7 @@ from shardwise.launch.keeper import keep_store
 from shardwise.launch.lines import Line
 from shardwise.launch.stopping import STOP_SIGNALS
 from shardwise.launch.variables import set_variables
-from shardwise.train.outliving import Memory, Place, call_process
+from shardwise.train.kept.outliving import Memory, Place, call_process
 
 GRACE_S = 20.0
 """After the launcher's death: seconds for the step and the save."""

@@ -21,7 +21,7 @@ from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.variables import variables
 from shardwise.launch.warm import TRAINING
 from shardwise.launch.worlds import Worlds
-from shardwise.train.outliving import Memory
+from shardwise.train.kept.outliving import Memory
 
 
 @dataclass(frozen=True, kw_only=True)

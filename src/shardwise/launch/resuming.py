@@ -22,9 +22,9 @@ from shardwise.launch.environment import recovery_place
 from shardwise.launch.runjob import RunJob
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
-from shardwise.train.changes import CONTENT
-from shardwise.train.outliving import Place
-from shardwise.train.rundir import RunDir
+from shardwise.train.kept.changes import CONTENT
+from shardwise.train.kept.outliving import Place
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.settings import RunSettings, TrainSettings
 from shardwise.train.state import TrainState
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.model.spec import ModelSpec, spec_from_dict
 from shardwise.plan.plan import Plan
-from shardwise.train.rundir import RunDir
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.settings import RunSettings
 
 

@@ -21,12 +21,12 @@ from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
 from shardwise.train.batches import Window, eval_batches
 from shardwise.train.build import Text, make_loss, token_loss
+from shardwise.train.kept.rundir import COMPLETE, RunDir, can_lack, write_text
 from shardwise.train.loop import evaluate, steps
 from shardwise.train.metrics import MetricsLog, finite, memory_bytes, peak_flops
 from shardwise.train.picture import Curves, draw_loss
 from shardwise.train.progress import Progress, Sight
 from shardwise.train.protect import Protect
-from shardwise.train.rundir import COMPLETE, RunDir, can_lack, write_text
 from shardwise.train.sampling import sample_text
 from shardwise.train.settings import RunSettings
 from shardwise.train.signals import EXIT_CODES, listening, stop_name

@@ -1,8 +1,8 @@
 """`Supervisor`: the ranks of a job, which goes on when some die, or when their number changes.
 
-After each step every rank copies its part of the state into memory that this process holds (`train/mirror.py`). When a
-rank dies the others are ended too: what they were doing cannot be finished, and groups, wrappers and kernels of an
-abandoned step cannot be trusted. Their state is not lost: a new set of processes takes the newest copy that all had
+After each step every rank copies its part of the state into memory that this process holds (`train/kept/mirror.py`).
+When a rank dies the others are ended too: what they were doing cannot be finished, and groups, wrappers and kernels of
+an abandoned step cannot be trusted. Their state is not lost: a new set of processes takes the newest copy that all had
 made, and tries the step again with the same samples and randomness. To be fast the new set stands by: it was forked
 while the old one trained, has run the script up to its first step, with process groups of its own, and waits.
 
@@ -29,7 +29,7 @@ from shardwise.launch.local import SETTLE_S, Failure, Leavers, Outcome, death, f
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
 from shardwise.launch.stopping import STOP_SIGNALS, Stopping
 from shardwise.launch.worlds import World, Worlds
-from shardwise.train.outliving import Copy
+from shardwise.train.kept.outliving import Copy
 
 _SETTLE_S = 0.3
 """After a rank ended without an exception of its own: how long another one has to be seen killed."""

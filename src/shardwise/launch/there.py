@@ -30,7 +30,7 @@ from shardwise.launch.lines import Line
 from shardwise.launch.local import Outcome
 from shardwise.launch.node import Ended, Here, Start
 from shardwise.launch.stopping import Stopping
-from shardwise.train.outliving import Copy
+from shardwise.train.kept.outliving import Copy
 
 SILENT_S = 15.0
 """A host that says nothing for so long is lost."""

@@ -12,7 +12,10 @@ from pathlib import Path
 WARM = (
     *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor.parallel")),
     *(f"shardwise.{name}" for name in ("checkpoint.store", "model.rules_file", "parallel.compose", "train.probe")),
-    *(f"shardwise.train.{name}" for name in ("loop", "losses", "optimizers", "rehearsal", "rounding", "several")),
+    *(
+        f"shardwise.train.{name}"
+        for name in ("loop", "losses", "optimizers", "rehearsal", "updates.rounding", "updates.several")
+    ),
     *(f"shardwise.models.{name}" for name in ("decoder", "gpt", "moe")),
 )
 """What every process that trains with Shardwise needs."""

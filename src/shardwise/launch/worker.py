@@ -46,17 +46,17 @@ from shardwise.train.build import (
     read_text,
     vocab_size,
 )
-from shardwise.train.changes import CONTENT, check_content
-from shardwise.train.lock import RunLock, end_at_once
+from shardwise.train.data.tokens import check_vocab
+from shardwise.train.kept.changes import CONTENT, check_content
+from shardwise.train.kept.lock import RunLock, end_at_once
+from shardwise.train.kept.rundir import RunDir, can_lack, environment_facts, write_text
 from shardwise.train.metrics import MetricsLog
 from shardwise.train.probe import Probe
 from shardwise.train.progress import open_progress
 from shardwise.train.rehearsal import rejoin
-from shardwise.train.rundir import RunDir, can_lack, environment_facts, write_text
 from shardwise.train.settings import RunSettings, TrainSettings
 from shardwise.train.state import TrainState
 from shardwise.train.step import StepOptions, TrainStep
-from shardwise.train.tokens import check_vocab
 
 PROBE_ROWS = 4
 """Samples on which each checkpoint's loss and gradient norm are kept."""

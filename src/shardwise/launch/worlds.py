@@ -15,7 +15,7 @@ from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.elastic import Team
 from shardwise.launch.forks import POLL_S
 from shardwise.launch.node import Node, Start
-from shardwise.train.outliving import Copy, newest
+from shardwise.train.kept.outliving import Copy, newest
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 DRAWN = 1 << 16
-"""Elements whose random bits are there at once on a CPU: `shardwise.parallel.counter.CPU_CHUNK`."""
+"""Elements whose random bits are there at once on a CPU: `shardwise.parallel.randomness.counter.CPU_CHUNK`."""
 
 
 class Held(NamedTuple):

@@ -124,7 +124,7 @@ BITS = torch.uint64
 
 
 def drop_by_key(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Dropout as `shardwise.parallel.draws` has it, kernel by kernel: two buffers of random bits, then the mask."""
+    """Dropout as `shardwise.parallel.randomness.draws` has it, by kernel: two buffers of random bits, then the mask."""
     if not training or not p:
         return x
     keep = x.new_empty(x.shape, dtype=torch.bool)

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from shardwise.errors import ModelError
 from shardwise.model.tracer import keeps_costly
-from shardwise.parallel.batchnorm import BatchNorm
+from shardwise.parallel.layers.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.module_torch_private import in_transform
 from shardwise.parallel.placed import Placed, RandomKeys
 from shardwise.parallel.reruns import Reruns
-from shardwise.parallel.stage import StageModule
+from shardwise.parallel.stages.stage import StageModule
 from shardwise.plan.plan import Plan, Recompute
 
 

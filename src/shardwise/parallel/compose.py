@@ -16,36 +16,36 @@ from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
-from shardwise.parallel.alone import refuse_copies_and_loads, watch_calls
-from shardwise.parallel.batchnorm import prepare_sync_norms
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
-from shardwise.parallel.blueprint import Blueprint, Init
-from shardwise.parallel.casts import cast_compiled, cast_weights
 from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
-from shardwise.parallel.derivatives import is_first_order, watch_forwards
+from shardwise.parallel.engines.casts import cast_compiled, cast_weights
+from shardwise.parallel.engines.scalars import bind_scalars, cast_scalars
 from shardwise.parallel.expert import shard_experts
-from shardwise.parallel.explained import explain_errors
-from shardwise.parallel.first_forward import look_at_first_forward
-from shardwise.parallel.float8 import check_split
 from shardwise.parallel.gathered_torch_private import Gathered
 from shardwise.parallel.init import blueprint_for, materialize
-from shardwise.parallel.limits import refuse_limits
+from shardwise.parallel.initial.blueprint import Blueprint, Init
+from shardwise.parallel.layers.batchnorm import prepare_sync_norms
+from shardwise.parallel.layers.float8 import check_split
 from shardwise.parallel.memory import MODEL_ROOM, fitting
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.other_weights import refuse_other_weights
-from shardwise.parallel.own_steps import refuse_own_steps
-from shardwise.parallel.parts_torch_private import mind_parts
 from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
 from shardwise.parallel.random import key_randomness
-from shardwise.parallel.scalars import bind_scalars, cast_scalars
+from shardwise.parallel.refused.alone import refuse_copies_and_loads, watch_calls
+from shardwise.parallel.refused.derivatives import is_first_order, watch_forwards
+from shardwise.parallel.refused.explained import explain_errors
+from shardwise.parallel.refused.first_forward import look_at_first_forward
+from shardwise.parallel.refused.limits import refuse_limits
+from shardwise.parallel.refused.other_weights import refuse_other_weights
+from shardwise.parallel.refused.own_steps import refuse_own_steps
+from shardwise.parallel.refused.parts_torch_private import mind_parts
+from shardwise.parallel.refused.written import watch_weights
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.parallel.ties import bind_stages, find_ties
 from shardwise.parallel.torch_private import wrapper_of
-from shardwise.parallel.written import watch_weights
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import AXES, Plan
 

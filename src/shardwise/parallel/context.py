@@ -26,15 +26,15 @@ from shardwise.model.tracer import tensors_in
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.declared import home_of
 from shardwise.parallel.inputs import Signature, model_inputs
-from shardwise.parallel.intercept import Divided, Shapes, Watch
+from shardwise.parallel.layers.tensor_hooks import wrap_forward
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.mixing import mixing_module
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.placed import Batch, Placed
-from shardwise.parallel.ring import Ranks
-from shardwise.parallel.tensor_hooks import wrap_forward
+from shardwise.parallel.sequence.intercept import Divided, Shapes, Watch
+from shardwise.parallel.sequence.mixing import mixing_module
+from shardwise.parallel.sequence.ring import Ranks
 from shardwise.plan.plan import Plan
-from shardwise.plan.sequence import Layout, divide, num_pieces
+from shardwise.plan.ranks.sequence import Layout, divide, num_pieces
 
 AXIS = "cp"
 POSITIONS = ("position_ids", "positions", "input_pos")

@@ -24,18 +24,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.parallel.batchnorm import synchronise_batch_norm
-from shardwise.parallel.carrier import MAX_RANKS, Carrier
+from shardwise.parallel.engines.carrier import MAX_RANKS, Carrier
+from shardwise.parallel.engines.scalars import scalars_in
+from shardwise.parallel.engines.units import experts_in, groups_in
+from shardwise.parallel.engines.unpacked import Unpacked
+from shardwise.parallel.layers.batchnorm import synchronise_batch_norm
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes, unwrapped
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
-from shardwise.parallel.scalars import scalars_in
-from shardwise.parallel.units import experts_in, groups_in
-from shardwise.parallel.unpacked import Unpacked
-from shardwise.plan.division import sharded_dim
-from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.division import sharded_dim
+from shardwise.plan.ranks.engines import uses_fully_shard
 
 
 def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:

@@ -16,8 +16,8 @@ from shardwise.errors import ModelError
 from shardwise.findings import nearest
 from shardwise.model.hf_plan import Fact, Kind, Rules, caches_keys, hf_rules
 from shardwise.model.nested import leaves, put
+from shardwise.parallel.layers.regions import own
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.regions import own
 from shardwise.plan.plan import Plan
 
 HEAD_COUNTS = (
@@ -145,7 +145,9 @@ def divide_declared(placed: Placed) -> Placed:
     for root in {id(root): root for root in (*(part.root for part in placed.parts), *_blueprints(placed))}.values():
         if declares(root):
             # the library that such a model comes from is there; without one it is never imported
-            import_module("shardwise.parallel.hf_context").divide_attention(root, cast(Any, placed.context).divided)
+            import_module("shardwise.parallel.sequence.hf_context").divide_attention(
+                root, cast(Any, placed.context).divided
+            )
     return placed
 
 

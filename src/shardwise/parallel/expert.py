@@ -26,11 +26,11 @@ from torch.distributed.tensor import Placement as DTensorPlacement
 
 from shardwise.errors import ModelError
 from shardwise.model.rules import match
-from shardwise.parallel.dispatch import Dispatch, on_shares, touch
+from shardwise.parallel.layers.dispatch import Dispatch, on_shares, touch
+from shardwise.parallel.layers.tensor_hooks import with_local_parameters, wrap_forward
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.padding import Padding, follow_pipeline
 from shardwise.parallel.placed import Part, Placed, Placement
-from shardwise.parallel.tensor_hooks import with_local_parameters, wrap_forward
 from shardwise.plan.plan import Plan
 
 STYLE = "experts"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import ModelError
-from shardwise.parallel.blueprint import Blueprint, Init, blueprint_of, record
+from shardwise.parallel.initial.blueprint import Blueprint, Init, blueprint_of, record
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import (

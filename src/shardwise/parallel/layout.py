@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.errors import ModelError
-from shardwise.parallel.counter import Elements, strides
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.sites import Site
+from shardwise.parallel.randomness.counter import Elements, strides
+from shardwise.parallel.randomness.sites import Site
 from shardwise.plan.plan import Plan
-from shardwise.plan.sequence import divide, num_pieces
+from shardwise.plan.ranks.sequence import divide, num_pieces
 
 
 @dataclass(frozen=True, kw_only=True)

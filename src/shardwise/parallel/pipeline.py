@@ -28,11 +28,11 @@ from shardwise.parallel.module_torch_private import hooks_of
 from shardwise.parallel.named import collections_kept
 from shardwise.parallel.placed import Batch, Part, Placed
 from shardwise.parallel.precision import compute_type
-from shardwise.parallel.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
-from shardwise.parallel.transport import Shapes, Transport
+from shardwise.parallel.stages.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
+from shardwise.parallel.stages.transport import Shapes, Transport
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
+from shardwise.plan.ranks.stages import split_evenly
 from shardwise.plan.schedule import stages_of
-from shardwise.plan.stages import split_evenly
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -223,7 +223,7 @@ def first_blocks(root: nn.Module, blocks: tuple[str, ...], plan: Plan, chain: Ch
     """Index of the first block of each stage: the plan's boundaries, or the most even split by cost.
 
     The cost of a block is its flops as the trace counted them, as the planner counts them too
-    (`plan.division.cut`). Without a trace it is the number of parameters that a token meets, which for layers of
+    (`plan.ranks.division.cut`). Without a trace it is the number of parameters that a token meets, which for layers of
     matrices is proportional to its flops (2 per parameter and token, forward): of experts those that it is routed to;
     an embedding is a lookup and costs nothing, a head that is tied to it as much as any. What runs before the blocks
     counts on the first stage, what runs after them (a head) on the last.

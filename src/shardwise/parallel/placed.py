@@ -66,7 +66,7 @@ class ContextShare(Protocol):
 
 
 class SharedParameters(Protocol):
-    """Parameters of which ranks hold copies that no engine sums; see `parallel/ties.py` and `parallel/scalars.py`."""
+    """Parameters of which ranks hold copies that no engine sums; see `ties.py` and `engines/scalars.py`."""
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank's copy is the one that sums over the world count."""
@@ -159,7 +159,7 @@ class Placed:
     gathered: Gathered | None = None
     """Of sharded parameters without a pipeline: how long what a forward gathers stays."""
     trains: frozenset[str] | None = None
-    """Names that an optimizer made from this steps; None: all that are trainable. See `train/several.py`."""
+    """Names that an optimizer made from this steps; None: all that are trainable. See `train/updates/several.py`."""
     after_step: tuple[Callable[[bool], None], ...] = ()
     """Called at the end of each training step, on all ranks, with whether the update was made."""
     seed: int = 0

@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.errors import ModelError
-from shardwise.parallel.float8 import convert_linears, types_of_modules
+from shardwise.parallel.layers.float8 import convert_linears, types_of_modules
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Part, Placed
-from shardwise.parallel.stage import PassThrough
+from shardwise.parallel.stages.stage import PassThrough
 from shardwise.parallel.torch_private import apply_to_tensors
-from shardwise.plan.groups import type_at
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.groups import type_at
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

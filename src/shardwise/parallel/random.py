@@ -25,13 +25,13 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import ModelError
 from shardwise.model.nested import leaves
 from shardwise.model.tracer import meta_copy, tensors_in
-from shardwise.parallel.counter import Numbers, Stream
-from shardwise.parallel.draws import DRAWS, SKIP, UNKEYED, draws_by_itself
 from shardwise.parallel.inputs import Signature, model_inputs, num_rows
 from shardwise.parallel.layout import Rows, Shares, elements_of, samples_of
 from shardwise.parallel.mesh import DATA_AXES, Mesh
 from shardwise.parallel.placed import Moment, Placed
-from shardwise.parallel.sites import Key, Site, Sites, find_sites, name_of, unkeyed
+from shardwise.parallel.randomness.counter import Numbers, Stream
+from shardwise.parallel.randomness.draws import DRAWS, SKIP, UNKEYED, draws_by_itself
+from shardwise.parallel.randomness.sites import Key, Site, Sites, find_sites, name_of, unkeyed
 from shardwise.plan.plan import Plan
 
 Forward = Callable[..., Any]

@@ -29,12 +29,9 @@ from shardwise.model.recipes import recipe_for
 from shardwise.model.rules import check_covered, match
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.declared import HEAD_COUNTS, declares, is_transposed, localise_heads, rules_of
-from shardwise.parallel.linear import AXIS, check_divides
-from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.mixing import refuse_batch_norms, refuse_mixing, watch_blocks
-from shardwise.parallel.placed import Part, Placed, Placement
-from shardwise.parallel.regions import own
-from shardwise.parallel.tensor_hooks import (
+from shardwise.parallel.layers.linear import AXIS, check_divides
+from shardwise.parallel.layers.regions import own
+from shardwise.parallel.layers.tensor_hooks import (
     Holder,
     accept_whole_or_split,
     check_same_input,
@@ -45,8 +42,11 @@ from shardwise.parallel.tensor_hooks import (
     split_table,
     with_local_parameters,
 )
+from shardwise.parallel.layers.transposed import split_transposed
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Part, Placed, Placement
+from shardwise.parallel.sequence.mixing import refuse_batch_norms, refuse_mixing, watch_blocks
 from shardwise.parallel.ties import retie
-from shardwise.parallel.transposed import split_transposed
 from shardwise.plan.plan import Plan
 
 COLUMNS = ("column", "column-gather")

@@ -16,7 +16,7 @@ from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.plan import SCHEDULES
 from shardwise.plan.search import HEADROOM, Candidate, Goal, Walk
-from shardwise.plan.space import OPT_IN, Space
+from shardwise.plan.searching.space import OPT_IN, Space
 
 SECONDS = 4.0
 """Of processor time: no further question is begun after so many."""

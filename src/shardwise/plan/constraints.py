@@ -26,13 +26,13 @@ from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import Case, Hit, Read, Row, change, markdown, nearest_legal
-from shardwise.plan.rows_context import CONTEXT
-from shardwise.plan.rows_data import BLOCKS, DATA, WORLD
-from shardwise.plan.rows_expert import EXPERTS
-from shardwise.plan.rows_modules import MODULES, READ
-from shardwise.plan.rows_pipeline import PIPELINE
-from shardwise.plan.rows_precision import PRECISION
-from shardwise.plan.rows_tensor import TENSOR
+from shardwise.plan.rows.context import CONTEXT
+from shardwise.plan.rows.data import BLOCKS, DATA, WORLD
+from shardwise.plan.rows.expert import EXPERTS
+from shardwise.plan.rows.modules import MODULES, READ
+from shardwise.plan.rows.pipeline import PIPELINE
+from shardwise.plan.rows.precision import PRECISION
+from shardwise.plan.rows.tensor import TENSOR
 from shardwise.plan.workload import Workload
 
 SECTIONS: Mapping[str, Mapping[str, Row]] = {

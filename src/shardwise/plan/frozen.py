@@ -9,12 +9,12 @@ from shardwise.hardware.cluster import Device
 from shardwise.model.ops import Attention, Matmul
 from shardwise.model.profile import Block, Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import compute_width, parts_of, recomputed_in
-from shardwise.plan.division import Division
-from shardwise.plan.kernels import pointwise_time
+from shardwise.plan.costs.kernels import pointwise_time
 from shardwise.plan.plan import Axes, Plan
+from shardwise.plan.ranks.activations import compute_width, parts_of, recomputed_in
+from shardwise.plan.ranks.division import Division
+from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack
-from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN, apart
 from shardwise.plan.workload import Adapters, Packed, Workload
 

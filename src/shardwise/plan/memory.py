@@ -12,17 +12,12 @@ from functools import partial
 
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, recomputed_in
-from shardwise.plan.around import copied, outside_step
-from shardwise.plan.casting import cast_last, cast_whole
-from shardwise.plan.division import Division, divide
-from shardwise.plan.eager_rank import eager_rank
-from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
+from shardwise.plan.eager.rank import eager_rank
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
-from shardwise.plan.holding import given_back, held_apart, held_freed, of_root, sending
-from shardwise.plan.imbalance import busiest
-from shardwise.plan.messages_data import held_sums, reduce_width
-from shardwise.plan.passing import (
+from shardwise.plan.memory_terms.around import copied, outside_step
+from shardwise.plan.memory_terms.casting import cast_last, cast_whole
+from shardwise.plan.memory_terms.holding import given_back, held_apart, held_freed, of_root, sending
+from shardwise.plan.memory_terms.passing import (
     activations_of,
     beside_buckets,
     block_bytes,
@@ -31,10 +26,15 @@ from shardwise.plan.passing import (
     reduced_last,
     working_of,
 )
+from shardwise.plan.messages.data import held_sums, reduce_width
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import compute_width, recomputed_in
+from shardwise.plan.ranks.division import Division, divide
+from shardwise.plan.ranks.engines import casts_weights, is_replicated, uses_fully_shard
+from shardwise.plan.ranks.imbalance import busiest
+from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack, stack_of
-from shardwise.plan.stages import Stage
-from shardwise.plan.stalls import held_ahead
+from shardwise.plan.time_terms.stalls import held_ahead
 from shardwise.plan.updating import OWN, at_once, compared, state_bytes, update_spike
 from shardwise.plan.workload import Workload
 
@@ -86,11 +86,11 @@ class Memory:
     """Phase -> allocated bytes of the worst rank in that phase."""
     held: float = 0.0
     """Freed blocks that the allocator keeps, or that streams behind the host have not given back, until memory runs
-    out: see `plan.holding`."""
+    out: see `plan.memory_terms.holding`."""
     workspace: float = 0.0
     """Of libraries, in the allocator."""
     outside: tuple[RankMemory, ...] = ()
-    """Each rank outside of steps, where it needs most then; see `plan.around`."""
+    """Each rank outside of steps, where it needs most then; see `plan.memory_terms.around`."""
     host: float = 0.0
     """Bytes of the host's memory that a rank's copy of what a save writes takes, from the first save on; 0 where host
     and device are one memory."""

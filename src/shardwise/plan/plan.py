@@ -306,7 +306,7 @@ class Plan:
 
     @property
     def mixed(self) -> bool:
-        """True where parameters are kept in one type and computed with in another: see `plan.engines`."""
+        """True where parameters are kept in one type and computed with in another: see `plan.ranks.engines`."""
         return self.precision in ("bf16", "fp16") or any(t != "fp8" for t in self.module_types.values())
 
     @property

@@ -13,9 +13,9 @@ from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import SCHEDULES, Context, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
-from shardwise.plan.rows_modules import used
+from shardwise.plan.rows.modules import used
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Goal, Search
-from shardwise.plan.space import Space, features_of
+from shardwise.plan.searching.space import Space, features_of
 from shardwise.plan.spelled import spelled
 from shardwise.plan.timing import estimate_time
 

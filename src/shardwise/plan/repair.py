@@ -17,8 +17,8 @@ from typing import Any
 from shardwise.findings import Severity, table_of
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.engines import is_replicated
 from shardwise.plan.plan import Axes, Batch, Plan
+from shardwise.plan.ranks.engines import is_replicated
 
 _STEPS = 300
 """Plans that the search looks at before it takes the plain one; about 20 microseconds each."""

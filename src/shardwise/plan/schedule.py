@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardwise.errors import PlanError
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Plan
-from shardwise.plan.rows_pipeline import micro_batches_fit
+from shardwise.plan.rows.pipeline import micro_batches_fit
 
 
 class Action(NamedTuple):

@@ -20,14 +20,14 @@ from shardwise.findings import nearest
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.bounds import Bounds
 from shardwise.plan.constraints import refuse_frozen
-from shardwise.plan.families import Flow
-from shardwise.plan.front import front_of
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Space
+from shardwise.plan.searching.bounds import Bounds
+from shardwise.plan.searching.families import Flow
+from shardwise.plan.searching.front import front_of
+from shardwise.plan.searching.space import Space
+from shardwise.plan.searching.walk import ALIKE, EXACT, Candidate, Goal, Walk
 from shardwise.plan.stack import Stack, load_stack
-from shardwise.plan.walk import ALIKE, EXACT, Candidate, Goal, Walk
 from shardwise.plan.workload import Workload
 
 __all__ = [

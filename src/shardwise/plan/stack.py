@@ -38,7 +38,7 @@ class Stack:
     fused_rope: bool = False
     """So are rotations."""
     cut: Literal["even", "balanced", "greedy"] = "balanced"
-    """How it cuts a pipeline into stages; see `plan.division.cut`."""
+    """How it cuts a pipeline into stages; see `plan.ranks.division.cut`."""
     # memory: bytes per parameter
     master: bool = False
     """Weights live in the compute dtype beside an fp32 master copy (Megatron); False: fp32 weights, cast for use."""
@@ -62,7 +62,7 @@ class Stack:
     the tokens."""
     eager: bool = False
     """Every primitive is a kernel of its own and keeps its inputs, and the host's memory is the device's (CPUs): see
-    `plan.eager`."""
+    `plan.eager.kernels`."""
     residual_bytes: float = 0.0
     """Bytes of an element of the residual stream; 0: the compute dtype. Where it is wider, and nothing is fused, each
     product casts what it is fed for itself (`torch.autocast`)."""

@@ -12,19 +12,19 @@ from functools import partial
 from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster
-from shardwise.plan.activations import compute_width
-from shardwise.plan.datatime import rounds_of, sends_of, wire_of
-from shardwise.plan.division import Division, divide
-from shardwise.plan.imbalance import busiest
-from shardwise.plan.links import collective_time, group_of
+from shardwise.plan.costs.links import collective_time, group_of
 from shardwise.plan.plan import V_SHAPED, Plan
+from shardwise.plan.ranks.activations import compute_width
+from shardwise.plan.ranks.division import Division, divide
+from shardwise.plan.ranks.imbalance import busiest
 from shardwise.plan.repair import change
 from shardwise.plan.schedule import table_of
 from shardwise.plan.search import Candidate
-from shardwise.plan.simulate import Costs, simulate
-from shardwise.plan.space import Space
+from shardwise.plan.searching.space import Space
 from shardwise.plan.spelled import seconds
 from shardwise.plan.stack import Stack, stack_of
+from shardwise.plan.time_terms.datatime import rounds_of, sends_of, wire_of
+from shardwise.plan.time_terms.simulate import Costs, simulate
 from shardwise.plan.timing import RankCosts, StepTime, rank_costs
 
 MOST_SLICES = 16

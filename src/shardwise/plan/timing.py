@@ -9,24 +9,24 @@ from math import log2
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, is_gathered, is_held, kept_bytes, recomputed_in
-from shardwise.plan.blocktime import Setting, block_time
-from shardwise.plan.datatime import exposed_time, rounds_of, sends_of, wire_of
-from shardwise.plan.division import Division, divide
-from shardwise.plan.engines import casts_weights
+from shardwise.plan.costs.kernels import pointwise_time
+from shardwise.plan.costs.links import collective_time, group_of
 from shardwise.plan.frozen import gather_copied
-from shardwise.plan.imbalance import busiest
-from shardwise.plan.kernels import pointwise_time
-from shardwise.plan.links import collective_time, group_of
-from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.rows_pipeline import micro_batches_fit
+from shardwise.plan.ranks.activations import compute_width, is_gathered, is_held, kept_bytes, recomputed_in
+from shardwise.plan.ranks.division import Division, divide
+from shardwise.plan.ranks.engines import casts_weights
+from shardwise.plan.ranks.imbalance import busiest
+from shardwise.plan.ranks.stages import Stage
+from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
-from shardwise.plan.simulate import Costs, pipeline_time
 from shardwise.plan.stack import Stack, stack_of
-from shardwise.plan.stages import Stage
-from shardwise.plan.stalls import stalled
+from shardwise.plan.time_terms.blocktime import Setting, block_time
+from shardwise.plan.time_terms.datatime import exposed_time, rounds_of, sends_of, wire_of
+from shardwise.plan.time_terms.loading import loading_time
+from shardwise.plan.time_terms.simulate import Costs, pipeline_time
+from shardwise.plan.time_terms.stalls import stalled
 from shardwise.plan.updating import update_time
 from shardwise.plan.workload import Workload
 

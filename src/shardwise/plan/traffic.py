@@ -11,12 +11,12 @@ from collections import Counter
 
 from shardwise.errors import PlanError
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.engines import is_replicated
-from shardwise.plan.messages import Collective, Messages, Scene
-from shardwise.plan.messages_data import carries_numbers, data_messages
-from shardwise.plan.messages_model import model_messages, pipeline_messages
-from shardwise.plan.messages_update import update_messages
+from shardwise.plan.messages.data import carries_numbers, data_messages
+from shardwise.plan.messages.model import model_messages, pipeline_messages
+from shardwise.plan.messages.scene import Collective, Messages, Scene
+from shardwise.plan.messages.update import update_messages
 from shardwise.plan.plan import AXES, Plan
+from shardwise.plan.ranks.engines import is_replicated
 from shardwise.plan.workload import Workload
 
 

@@ -1,7 +1,7 @@
 """What an optimizer's update takes: bytes of state, seconds, what it sends, and what it needs for a moment. No torch.
 
 An element-wise rule reads and writes its numbers once. Muon makes the momentum of each matrix orthogonal, and needs the
-whole of it on one rank: `train.update_rules.Muon`, of which all that is said here is counted.
+whole of it on one rank: `train.updates.update_rules.Muon`, of which all that is said here is counted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from shardwise.hardware.cluster import Cluster, Device
 from shardwise.model.ops import Attention, Matmul, Pointwise
 from shardwise.model.profile import Block
-from shardwise.plan.division import Division
-from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
-from shardwise.plan.links import Group, collective_time, group_of, messages_time
+from shardwise.plan.costs.kernels import TAIL, matmul_time, pointwise_time
+from shardwise.plan.costs.links import Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.division import Division
+from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack
-from shardwise.plan.stages import Stage
 from shardwise.plan.workload import OWN_TYPE, STATE_BYTES, Workload
 
 HOST_UPDATE = 0.6
@@ -239,7 +239,7 @@ def _sums_time(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
 def _muon_time(
     counts: list[tuple[Matrix, int]], division: Division, cluster: Cluster, stack: Stack
 ) -> tuple[float, float]:
-    """The same of matrices that are shared alike, with how many there are of each, as `train.sharing` shares them out.
+    """The same of matrices that are shared alike, with how many there are of each: see `train.updates.sharing`.
 
     A batch takes as long as its first matrix, the one with most work.
     """
@@ -270,8 +270,8 @@ def newton_schulz_time(matrix: Matrix, plan: Plan, cluster: Cluster, stack: Stac
     """Seconds of a matrix's iterations, in its own type: fp32 (tf32 where the plan allows it), or fp64; others' bf16.
 
     Source: Jordan, kellerjordan.github.io/posts/muon: `x <- a x + (b g + c g g) x` with `g = x xT`, as
-    `train.update_rules.orthogonalize` computes it. Products by `matmul_time`; each iteration's sums and scalings pass
-    `7 r^2 + 5 r c` elements through memory, r the shorter side.
+    `train.updates.update_rules.orthogonalize` computes it. Products by `matmul_time`; each iteration's sums and
+    scalings pass `7 r^2 + 5 r c` elements through memory, r the shorter side.
     """
     dtype = "fp64" if plan.precision == "fp64" else "tf32" if plan.tf32 else "fp32"
     dtype, width = (dtype, _width(plan)) if stack.name in OWN else ("bf16", 2.0)  # as the source has it
@@ -342,7 +342,7 @@ def _in_16_bits(plan: Plan, stack: Stack) -> bool:
 def compared(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes in which the first update compares replicas: a part of a tensor, its factors and the next, of 8 bytes each.
 
-    As `train.replicas.checksum` does it; ranks of `tp` are not compared.
+    As `train.guards.replicas.checksum` does it; ranks of `tp` are not compared.
     """
     axes = division.plan.axes
     if axes.tp > 1 or axes.data * axes.cp == division.shards:

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.errors import ConfigError, DataError, UsageError
 from shardwise.plan.plan import Batch
-from shardwise.train.loader_options import LoaderKeywords
-from shardwise.train.loader_options import LoaderOptions as LoaderOptions
-from shardwise.train.order import SampleOrder
-from shardwise.train.samples import SampleWindows
-from shardwise.train.streams import StreamWindows
-from shardwise.train.windows import DataMesh, ReadAhead, WindowSpec
-from shardwise.train.windows import Window as Window
+from shardwise.train.data.loader_options import LoaderKeywords
+from shardwise.train.data.loader_options import LoaderOptions as LoaderOptions
+from shardwise.train.data.order import SampleOrder
+from shardwise.train.data.samples import SampleWindows
+from shardwise.train.data.streams import StreamWindows
+from shardwise.train.data.windows import DataMesh, ReadAhead, WindowSpec
+from shardwise.train.data.windows import Window as Window
 
 
 class WindowSource(Protocol):
@@ -263,7 +263,7 @@ def loader(
     Args:
         dataset: anything with `__len__` and `__getitem__` (`__getitems__(indices)` and `get_batch(indices)`,
             which gives a collated micro-batch, are used where they exist); or an iterable, with the
-            weaker promise of `shardwise.train.streams`.
+            weaker promise of `shardwise.train.data.streams`.
         batch: a plan's batch, or the rows of a step over all ranks.
         mesh: gives this rank's share; ranks along `tp`, `cp` and `pp` read the same rows.
         options: the dials; keywords replace single ones (`seed=1, workers=2`).

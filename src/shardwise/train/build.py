@@ -21,15 +21,15 @@ from shardwise.models.moe import MoEOutput
 from shardwise.models.presets import build
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
-from shardwise.train.corpus import TokenDataset, read_corpus, split, unigram_entropy
+from shardwise.train.data.corpus import TokenDataset, read_corpus, split, unigram_entropy
+from shardwise.train.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from shardwise.train.kept.rundir import RunDir
 from shardwise.train.loss import IGNORED, Loss, mean_over, token_cross_entropy
 from shardwise.train.losses import Losses
 from shardwise.train.lr import LrSchedule, constant, warmup_cosine, warmup_linear, warmup_stable_decay
-from shardwise.train.optim import NamedOptimizer
 from shardwise.train.optimizers import OPTIMIZERS
-from shardwise.train.rundir import RunDir
 from shardwise.train.settings import OptimizerSettings, RunSettings, ScheduleSettings
-from shardwise.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from shardwise.train.updates.optim import NamedOptimizer
 
 NO_DECAY = ("*norm*", "*.bias", "*ln_*")
 """Parameters of the reference models without weight decay."""

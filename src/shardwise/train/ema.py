@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.placed import Placed
 from shardwise.train.torch_private import average_into, shard_like
-from shardwise.train.update_rules import local_shard
+from shardwise.train.updates.update_rules import local_shard
 
 PREFIX = "ema."
 

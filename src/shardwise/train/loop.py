@@ -11,14 +11,14 @@ from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.placed import Placed
-from shardwise.train.given import check_placed
+from shardwise.train.guards.told import told
+from shardwise.train.kept.given import check_placed
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin
 from shardwise.train.signals import EXIT_CODES, listening
 from shardwise.train.state import TrainState, placed_of
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
-from shardwise.train.told import told
 from shardwise.train.whole_pass import Pass, go_through
 
 

@@ -16,7 +16,7 @@ from shardwise.errors import UsageError
 from shardwise.extras import optional_module
 from shardwise.journal import append_line, read_metrics
 from shardwise.records import say
-from shardwise.train.rundir import write_text
+from shardwise.train.kept.rundir import write_text
 
 PEAK_FLOPS: Mapping[str, float] = {
     "B200": 2.25e15,

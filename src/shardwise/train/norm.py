@@ -8,8 +8,8 @@ from torch.nn.utils import get_total_norm
 
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import AXES
-from shardwise.train.joined import Joined
 from shardwise.train.torch_private import norms
+from shardwise.train.updates.joined import Joined
 
 _FULL = {torch.float32, torch.float64}
 

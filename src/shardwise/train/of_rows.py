@@ -22,9 +22,9 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.model.nested import leaves, put
-from shardwise.parallel.generators import restore, states
 from shardwise.parallel.inputs import num_rows, take_rows
 from shardwise.parallel.named import collections_kept, named_by, values_kept, written_kept
+from shardwise.parallel.randomness.generators import restore, states
 from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
 from shardwise.train.loss import as_loss
 

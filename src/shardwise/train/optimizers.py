@@ -16,10 +16,10 @@ from shardwise.findings import nearest
 from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
 from shardwise.plan.updating import NOT_MUON
-from shardwise.train.groups import check_dials, decay_groups, split_by_pattern
-from shardwise.train.low_bits import STATE_KINDS, LowBitAdamW
-from shardwise.train.optim import NamedOptimizer, stepped_parameters
-from shardwise.train.update_rules import Adafactor, Lamb, Lion, Muon
+from shardwise.train.updates.groups import check_dials, decay_groups, split_by_pattern
+from shardwise.train.updates.low_bits import STATE_KINDS, LowBitAdamW
+from shardwise.train.updates.optim import NamedOptimizer, stepped_parameters
+from shardwise.train.updates.update_rules import Adafactor, Lamb, Lion, Muon
 
 _FUSED = ("cpu", "cuda", "xpu")
 
@@ -44,7 +44,7 @@ def adamw(
         weight_decay: decoupled, scaled by the learning rate.
         no_decay: patterns of parameters without decay, e.g. `("*.bias", "*norm*")`.
         state_dtype: how the averages are kept between steps: `fp32` (at least the parameters' own type), `bf16`,
-            `bf16-stochastic`, `8bit` or `4bit` (these two need torchao); see `train/low_bits.py`.
+            `bf16-stochastic`, `8bit` or `4bit` (these two need torchao); see `train/updates/low_bits.py`.
 
     Cost: two numbers of state per local element; no communication, but for `8bit` and `4bit` where `tp` splits rows.
 

@@ -14,7 +14,7 @@ from shardwise.model.nested import Path, leaves, put
 from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import group_apart
-from shardwise.train.given import check_placed
+from shardwise.train.kept.given import check_placed
 from shardwise.train.whole_pass import Function, Pass, go_through
 
 _Rows = dict[Path, torch.Tensor]

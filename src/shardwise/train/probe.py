@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.parallel import generators
+from shardwise.parallel.randomness import generators
 from shardwise.plan.plan import Batch
 from shardwise.train.batches import loader
 from shardwise.train.state import TrainState

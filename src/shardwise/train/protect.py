@@ -21,8 +21,8 @@ import torch
 from shardwise.errors import ConfigError, SpikeError, UsageError
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.batches import Batches
-from shardwise.train.update_rules import local_shard
-from shardwise.train.windows import Window
+from shardwise.train.data.windows import Window
+from shardwise.train.updates.update_rules import local_shard
 
 Facts = dict[str, Any]
 """What happened, as JSON: `event`, `step`, and more."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
 from shardwise.train.batches import Batches
-from shardwise.train.mirror import Mirror
-from shardwise.train.outliving import Place
+from shardwise.train.kept.mirror import Mirror
+from shardwise.train.kept.outliving import Place
 from shardwise.train.step import TrainStep
 from shardwise.train.untraced import settle, untraced
 

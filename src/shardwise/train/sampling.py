@@ -14,8 +14,8 @@ from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together
-from shardwise.train.between import set_aside
-from shardwise.train.tokens import Tokenizer
+from shardwise.train.data.tokens import Tokenizer
+from shardwise.train.followed.between import set_aside
 
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
 """Attributes of a model's `config` that say how many positions it has."""

@@ -11,24 +11,24 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.parallel.batchnorm import BatchNorm
-from shardwise.parallel.generators import Drawn
+from shardwise.parallel.layers.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.randomness.generators import Drawn
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.batches import Batches
-from shardwise.train.conversion import Conversion, find_conversion
 from shardwise.train.ema import Ema
-from shardwise.train.extra_state import ExtraState
-from shardwise.train.given import check_given
-from shardwise.train.group_values import GroupValues
-from shardwise.train.mirror import Mirror
-from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
-from shardwise.train.passing import Passing
+from shardwise.train.kept.conversion import Conversion, find_conversion
+from shardwise.train.kept.extra_state import ExtraState
+from shardwise.train.kept.given import check_given
+from shardwise.train.kept.mirror import Mirror
+from shardwise.train.kept.passing import Passing
+from shardwise.train.kept.stateful import StatefulObjects, own_place, told
 from shardwise.train.protect import Guard
-from shardwise.train.state_values import Kind
-from shardwise.train.stateful import StatefulObjects, own_place, told
 from shardwise.train.torch_private import local_of
+from shardwise.train.updates.group_values import GroupValues
+from shardwise.train.updates.optim import PREFIX, NamedOptimizer, name_optimizer
+from shardwise.train.updates.state_values import Kind
 from shardwise.train.values import from_json, like
 
 Tensors = dict[str, torch.Tensor]
@@ -120,13 +120,13 @@ class TrainState:
         self._taken_back: Mapping[str, Any] | None = None
         self._group_values = GroupValues(self.optimizer, scheduled=schedule is not None)
         self.mirror: Mirror | None = None
-        """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.mirror`."""
+        """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.kept.mirror`."""
         self.is_joined = False
         """Whether this process has taken over what the run had reached; see `rejoin`."""
         self.guard = Guard()
         """The last good steps, where a run is protected; see `train/protect.py`."""
         self.halvings = 0
-        """How often the rows of micro-batches were halved, for ranks ran out of memory; see `train/halving.py`."""
+        """How often the rows of micro-batches were halved, for ranks ran out of memory; see `guards/halving.py`."""
         self.stepped_with: Mapping[str, Any] | None = None
         """What its steps do to gradients, as `StepOptions.of_the_maths` says it; None: none was made."""
         self.saved_with: Mapping[str, Any] | None = None

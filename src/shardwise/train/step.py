@@ -20,35 +20,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import NonFiniteError
 from shardwise.parallel.data import gradient_divisor
-from shardwise.parallel.direct import watched_loss
-from shardwise.parallel.explained import explaining
+from shardwise.parallel.engines.unused import Unused
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
-from shardwise.parallel.unused import Unused
-from shardwise.train.agreement import check_agreement, check_rows, go_on
-from shardwise.train.buffers import Buffers
-from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
-from shardwise.train.joined import Joined, JoinedGradients
+from shardwise.parallel.refused.direct import watched_loss
+from shardwise.parallel.refused.explained import explaining
+from shardwise.train.data.windows import Window, micro_batches_of
+from shardwise.train.guards.agreement import check_agreement, check_rows, go_on
+from shardwise.train.guards.halving import Halving, communicating, cut_rows, open_halving
+from shardwise.train.guards.replicas import Replicas
+from shardwise.train.guards.told import told
+from shardwise.train.guards.trained import Trained
+from shardwise.train.guards.witness import Witness, open_witness
+from shardwise.train.kept.buffers import Buffers
+from shardwise.train.kept.mirror import refuse_own_loop
 from shardwise.train.loss import Loss, as_loss, differentiable, refuse_mean
 from shardwise.train.losses import Losses, with_function
 from shardwise.train.losses import Window as LossWindow
-from shardwise.train.mirror import refuse_own_loop
 from shardwise.train.norm import is_counted_here, local_gradient, sum_of_squares
 from shardwise.train.options import StepMetrics as StepMetrics
 from shardwise.train.options import StepOptions as StepOptions
 from shardwise.train.options import options_with as options_with
 from shardwise.train.protect import Protection
-from shardwise.train.replicas import Replicas
 from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState, placed_of
 from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
-from shardwise.train.told import told
 from shardwise.train.torch_private import clamp_all, scale_all
-from shardwise.train.trained import Trained
 from shardwise.train.untraced import settle
-from shardwise.train.windows import Window, micro_batches_of
-from shardwise.train.witness import Witness, open_witness
+from shardwise.train.updates.joined import Joined, JoinedGradients
 
 LossFn = Callable[[Any, Any], Any] | Losses
 """(model output, micro-batch) -> `Loss`, a (sum, weight) pair, or a scalar mean; or several by name."""

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.placed import Placed
-from shardwise.train.buffers import Buffers
+from shardwise.train.kept.buffers import Buffers
 from shardwise.train.state import TrainState
 
 

@@ -12,11 +12,11 @@ from shardwise.errors import UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, to_device
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together, how_many
-from shardwise.train.agreement import check_rows
-from shardwise.train.between import set_aside
-from shardwise.train.drawn import compare_draws
-from shardwise.train.halving import communicating
-from shardwise.train.windows import Window, micro_batches_of
+from shardwise.train.data.windows import Window, micro_batches_of
+from shardwise.train.followed.between import set_aside
+from shardwise.train.followed.drawn import compare_draws
+from shardwise.train.guards.agreement import check_rows
+from shardwise.train.guards.halving import communicating
 
 Function = Callable[[Any, Any], Any]
 """Of the model's output and the micro-batch."""

@@ -1,0 +1,1 @@
+"""A sequence divided over ranks: attention that is exact, and what else mixes tokens."""

@@ -1,0 +1,163 @@
+"""Freed blocks that the caching allocator shows as taken, until memory runs out and it gives them back.
+
+Of a host ahead of its device, `plan.time_terms.stalls.held_ahead` has those of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwise.plan.memory_terms.casting import cast_last, cast_whole
+from shardwise.plan.messages.data import reduce_width
+from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import compute_width, is_gathered
+from shardwise.plan.ranks.division import Division
+from shardwise.plan.ranks.engines import casts_weights, uses_fully_shard
+from shardwise.plan.ranks.stages import Stage
+from shardwise.plan.stack import Stack
+from shardwise.plan.updating import OWN, at_once
+
+
+def held_apart(
+    division: Division, stages: tuple[Stage, ...], peaks: Mapping[str, float], states: Mapping[str, float], stack: Stack
+) -> float:
+    """Bytes of two streams' memory beyond the peak: that of gradients, and the most that all else needs at once.
+
+    Micro-batches that add up gradients leave as much again on the stream that reduces them (seen on GPUs). One process
+    has one stream; of what its cast weights leave there, every other piece is too small for a gradient.
+    """
+    plan = division.plan
+    if casts_weights(plan) and stack.name in OWN and not stack.eager:
+        left = cast_whole(division, stages, stack) - cast_last(division, stages)
+        return left / 2 if max(peaks, key=lambda phase: peaks[phase]) == "backward" else 0.0
+    shards = is_gathered(plan) if stack.name in OWN else plan.zero > 0 and plan.axes.pp == 1
+    if not stack.grads_apart or plan.offload.state or not shards:
+        return 0.0
+    gradients = states["gradients"]
+    added = gradients if plan.batch.micro_batches > 1 else 0.0
+    others = max(peaks["loss"] - added, peaks["backward"] - gradients)
+    return max(0.0, others + gradients - max(peaks.values())) + added
+
+
+def held_freed(
+    division: Division, stages: tuple[Stage, ...], peaks: Mapping[str, float], passing: float, stack: Stack
+) -> float:
+    """Bytes of freed blocks: of weights gathered too early, and of what comes and goes in other sizes.
+
+    `passing`: the most of that within a pass; an update's copies of gradients, tensor by tensor, fit nothing of a pass.
+    """
+    cached = min(stack.cached * passing, stack.most_cached)
+    freed = _gathered_early(division, stages, stack) + cached
+    if stack.widens_grads:
+        freed += max(0.0, peaks["loss"] + at_once(division, stages, stack) - max(peaks.values()))
+    return freed
+
+
+def sending(division: Division, stages: tuple[Stage, ...], gradients: float, stack: Stack) -> tuple[float, float]:
+    """Bytes of (what is sent, gradients) while a block goes backward, beside the weights of it and those ahead.
+
+    What `fully_shard` sends of the block behind is whole, in a buffer of the type on the wire, which it holds until the
+    next block's are to be reduced (`reduce_scatter_states`). Of one flat unit outside of blocks the head's gradient
+    waits for the table's. With one micro-batch the blocks behind alone have given their shards of gradients. Of few
+    blocks either none is behind, or fewer weights are there, which makes the first of both less.
+    """
+    if not sends(division, stack):
+        return 0.0, gradients
+    plan, width = division.plan, compute_width(division.plan)
+    head = division.dense(division.profile.head) * (stack.one_root and not division.profile.tied) * width
+    sizes = [division.owned_by(block) for stage in stages for block in stage.blocks]
+    most = max((division.sent_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
+    here = min(len(sizes), 1 + plan.communication.prefetch) if plan.reshards else len(sizes)  # gathered blocks
+
+    def at(place: int) -> tuple[float, float]:
+        behind = sizes[place + 1 :]
+        share = sum(behind) / division.owned(stages) if plan.batch.micro_batches == 1 else 1.0
+        gone = max(0, here - 1 - place) if plan.reshards else 0
+        whole = max((division.whole_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
+        return head + most * reduce_width(plan) * bool(behind) - gone * whole * width, gradients * share
+
+    last = len(sizes) - 1
+    places = {last, max(0, min(last - 1, here - 1 if plan.reshards else last - 1))}
+    return max(map(at, places), key=sum)
+
+
+def sends(division: Division, stack: Stack) -> bool:
+    """Whether `fully_shard` reduces gradients over shards behind each block."""
+    plan = division.plan
+    late = plan.axes.pp > 1 or (plan.zero < 2 and plan.batch.micro_batches > 1)
+    shares = stack.keeps_shards and is_gathered(plan) and division.shards > 1
+    return shares and not late and division.workload.trained == 1
+
+
+def gives_back(plan: Plan, stack: Stack) -> bool:
+    """Whether weights that were gathered whole, and that nobody shares, go while gradients come in the only pass."""
+    alone = plan.axes.pp == 1 and plan.zero == 0 and plan.batch.micro_batches == 1
+    return alone and stack.name in OWN and uses_fully_shard(plan)
+
+
+def given_back(division: Division, stages: tuple[Stage, ...], gradients: float, stack: Stack) -> dict[str, float]:
+    """Gradients, and what is gathered or sent, at the largest moment of such a backward pass; of another nothing.
+
+    When the last block goes backward, when the first one's gradients are reduced, or those outside of blocks: they are
+    there as they are sent, and as they were summed.
+    """
+    if not gives_back(division.plan, stack):
+        return {}
+    whole, width, wire = division.whole(stages), compute_width(division.plan), reduce_width(division.plan)
+    most = max((division.sent_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
+    outside = max(0.0, whole - sum(division.whole_of(block) for stage in stages for block in stage.blocks))
+    moments = (
+        {"gathered": (whole + most) * width, "gradients": 0.0},
+        {"gathered": outside * width + 2 * most * wire, "gradients": gradients * (1 - outside / whole)},
+        {"gathered": 2 * outside * wire, "gradients": gradients},
+    )
+    return max(moments, key=lambda terms: sum(terms.values()))
+
+
+def least_gathered(division: Division, stages: tuple[Stage, ...], gathered: float, stack: Stack) -> float:
+    """Of so many bytes that are gathered at the loss, what is there at any moment at least."""
+    if gives_back(division.plan, stack):
+        return 0.0
+    return min(gathered, cast_last(division, stages)) if casts_weights(division.plan) else gathered
+
+
+def of_root(
+    division: Division, stages: tuple[Stage, ...], kept: Mapping[str, float], gradients: float, stack: Stack
+) -> dict[str, Mapping[str, float]]:
+    """Moments of what is outside of blocks, where it is one unit of `fully_shard`: forward, and backward at its end.
+
+    First it comes with the first block: as sent, and cut up. The head's gradient waits for the table's: both, or of a
+    tied table both and their sum, stand beside its weights, the first block's gradients as they are sent, and the
+    step's output. Then they are copied into what is sent, and its weights have gone.
+
+    Args:
+        division: of the plan.
+        stages: of a rank.
+        kept: its states, but for gradients.
+        gradients: bytes of all of these.
+        stack: one that is eager has moments of its own.
+    """
+    if not stack.one_root or not sends(division, stack):
+        return {}
+    plan, first, tied = division.plan, division.whole_of(stages[0].blocks[0]), division.profile.tied
+    width, wire, several = compute_width(plan), reduce_width(plan), plan.batch.micro_batches > 1
+    root = division.embedding + division.dense(division.profile.head) * (not tied)
+    made = root + 2 * division.embedding_table * tied
+    vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
+    output = {"logits": vocab * division.tokens * width}
+    inner = gradients if several else gradients * (1 - root / division.shards / division.owned(stages))
+    most = max((root + made) * width + first * wire, root * (width + wire))
+    found: dict[str, Mapping[str, float]] = {"backward": {**kept, "gathered": most, "gradients": inner, **output}}
+    if plan.reshards or not several:
+        ahead = {"gradients": gradients, **output} if several else {}
+        found["loss"] = {**kept, "gathered": 2 * (root + first) * width, **ahead}
+    return found
+
+
+def _gathered_early(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """All blocks' weights but two blocks', where nothing holds back the host: see `Stack.gathers_ahead`."""
+    plan = division.plan
+    if not stack.gathers_ahead or plan.zero < 3 or division.shards == 1:
+        return 0.0
+    most = max((division.dense(block) for stage in stages for block in stage.blocks), default=0.0)
+    return max(0.0, division.whole(stages) - 2 * most) * compute_width(plan)

@@ -1,0 +1,1 @@
+"""What a plan makes of a model on each rank: stages, shards, groups, activations. No torch."""

@@ -1,0 +1,1 @@
+"""The rows of the table of constraints, a file per area. See `plan/constraints.py`."""

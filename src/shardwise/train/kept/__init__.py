@@ -1,0 +1,1 @@
+"""What outlives a step, a process or a run: states, directories, copies in memory."""
