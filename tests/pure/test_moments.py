@@ -9,8 +9,8 @@ import pytest
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
+from shardwise.plan.eager import moments
 from shardwise.plan.eager.moments import Moment, moments_of
-from shardwise.plan.memory_terms import moments
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED
 from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.search import find_plan

@@ -16,7 +16,7 @@ from shardwise.plan.eager.rank import eager_rank
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
 from shardwise.plan.memory_terms.around import copied, outside_step
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
-from shardwise.plan.memory_terms.holding import given_back, held_apart, held_freed, of_root, sending
+from shardwise.plan.memory_terms.holding import given_back, held_apart, held_freed, of_root, placeholders, sending
 from shardwise.plan.memory_terms.passing import (
     activations_of,
     beside_buckets,
@@ -213,9 +213,7 @@ def _rank_memory(
     plan, stages, states = division.plan, division.ranks[rank], dict(kept)
     if division.profile.buffers:
         states["constants"] = division.buffers(stages) * (2.0 if stack.name in OWN else 1.0)  # as they were before it
-    if stack.placeholds_grads and division.workload.trained == 1:
-        most = max((division.dense(block) for stage in stages for block, _ in stage.counts), default=0.0)
-        states["buckets"] = states.get("buckets", 0.0) + most * compute_width(plan)
+    states |= placeholders(division, stages, states, stack)
     spike = max(update_spike(division, stages), compared(division, stages, stack)) if stack.name in OWN else 0.0
     if stack.eager:
         moments = dict(eager_rank(division, rank, stages, states))
@@ -248,8 +246,7 @@ def _rank_memory(
         backward["gradients"] += division.owned(stages) * trained * held_sums(plan)
     stepped = gradients
     if "master" in states and plan.precision == "bf16-pure":
-        last = division.owned(stages) if plan.zero else division.whole(stages)
-        stepped = last * compute_width(plan) + states["master"]
+        stepped = states["master"] + compute_width(plan) * (division.owned if plan.zero else division.whole)(stages)
     update = {**states, "gradients": stepped, "temporary": spike + at_once(division, stages, stack)}
     if stack.name in OWN and is_replicated(plan):
         loss["gradients"], backward["gradients"], update["gradients"] = beside_buckets(plan, gradients)

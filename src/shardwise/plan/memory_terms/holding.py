@@ -53,6 +53,16 @@ def held_freed(
     return freed
 
 
+def placeholders(
+    division: Division, stages: tuple[Stage, ...], states: Mapping[str, float], stack: Stack
+) -> dict[str, float]:
+    """The buckets with the empty gradients that Transformer Engine keeps, one of each weight's shape in a block."""
+    if not stack.placeholds_grads or division.workload.trained != 1:
+        return {}
+    most = max((division.dense(block) for stage in stages for block, _ in stage.counts), default=0.0)
+    return {"buckets": states.get("buckets", 0.0) + most * compute_width(division.plan)}
+
+
 def sending(division: Division, stages: tuple[Stage, ...], gradients: float, stack: Stack) -> tuple[float, float]:
     """Bytes of (what is sent, gradients) while a block goes backward, beside the weights of it and those ahead.
 
