@@ -354,6 +354,17 @@ def test_large_blocks_and_short_samples_on_a_gpu(why: str) -> None:
     assert estimate_memory(profile_of(spec), Plan.parse(text), work).allocated == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero-bubble-v"])
+def test_a_pipeline_has_memory_for_what_is_in_flight(kind: str) -> None:
+    """However many micro-batches: torch has a buffer for each, and neighbour. Theirs are the inputs, and labels."""
+    peaks = []
+    for rows in (8, 24):
+        work = Workload(seq_len=WORK.seq_len, global_batch=rows)
+        training = training_of(replace(MODELS["gpt"], num_layers=4), work)
+        peaks.append(trace_step(training, Plan.parse(f"pp2 / {kind} mb{rows}"), rank=1, is_cpu=False).later.num_bytes)
+    assert peaks[1] - peaks[0] <= 2 * 8 * (WORK.seq_len * 16 + 64)  # and a loss
+
+
 @pytest.mark.share(2)
 @pytest.mark.parametrize(("text", "rank"), [("dp2 / mb4", 0), ("pp2 / interleaved mb8", 1)])
 def test_what_waits_on_a_gpu(text: str, rank: int) -> None:

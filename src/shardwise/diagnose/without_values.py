@@ -91,7 +91,8 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
         self.num_experts: frozenset[int] = frozenset()
         """Numbers of experts that the model's modules have."""
         self.is_cpu = True
-        """Ranks reduce by gloo, which sums in a copy of what it is given; NCCL has none."""
+        """Ranks are joined by gloo, which sums in a copy of what it is given, and holds what it sends until that is
+        waited for; NCCL has no copy, and lets go of what has gone."""
         self._lists_integers = False
 
     def begin(self) -> None:
@@ -126,7 +127,7 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
             self.count(torch.ops.aten.clone.default, args[1:2], {}, copied)
             del copied
         if func is torch.ops.c10d.send.default:
-            return work_that_holds(list(args[0]))  # real ones keep what they send
+            return work_that_holds(list(args[0]) if self.is_cpu else [])
         if func is AWAIT:
             return args[0]  # as it does on memory; on shapes torch makes another tensor
         if func is READ_NUMBER:

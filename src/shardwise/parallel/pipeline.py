@@ -98,7 +98,7 @@ class Pipeline:
             PlanError: the schedule does not take this number of micro-batches.
 
         Cost: the first call also runs one forward of every stage on zeros, to learn what passes between stages, and one
-        with other shapes two of the whole model without values; buffers are kept, one per micro-batch and boundary.
+        with other shapes two of the whole model without values. What is received has memory until it is used.
         """
         inputs = [model_inputs(batch, self.signature) for batch in micro_batches]
         run = self.transport.train if backward else self.transport.evaluate

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,11 +28,50 @@ CARRIES_INTEGERS = torch.__version__ >= "2.13"
 
 
 class Stage(PipelineStage):
-    """A stage as torch 2.13 has it, on torch 2.11 and 2.15 too, that divides its backward right."""
+    """A stage as torch 2.13 has it, on torch 2.11 and 2.15 too, that divides its backward right.
+
+    Torch before 2.15 makes the buffers in which it receives once, for each micro-batch and neighbour, and keeps them.
+    Here they are shapes alone (on the meta device) until something is to come, and again when it was used.
+    """
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Torch's, into new buffers."""
+        _put(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Torch's, into new buffers."""
+        _put(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Torch's, and lets go of the gradients that it received."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _put(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Torch 2.11 keeps every argument for the backward, which then asks numbers for their gradients."""
+        """Torch's, and leaves what it received to the backward pass that needs it.
+
+        Torch 2.11 keeps every argument for the backward, which then asks numbers for their gradients.
+        """
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _put(self.args_recv_info[fwd_chunk_id], torch.device("meta"))
         if CARRIES_INTEGERS:
             return output
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
@@ -69,6 +109,14 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Torch 2.11 begins with messages to neighbours; V-shaped schedules have their own rank among them."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+def _put(infos: Iterable[Any], device: torch.device) -> None:
+    """New buffers of the same shapes on a device, in place of those that are on another."""
+    for info in infos:
+        old = getattr(info, "buffer", None)  # none: an argument of the model, what gets no gradient, torch 2.15
+        if old is not None and old.device.type != device.type:
+            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
 def _to_send(gradients: Gradients, inputs: Sequence[object]) -> Gradients:

@@ -25,7 +25,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 Boundary = tuple[Shape, ...]
 """Shapes and types of the tensors between two stages, as they are on this rank (shards under tensor parallelism)."""
 KEPT_SIGNATURES = 4
-"""Schedules kept with their buffers, one per number and shapes of micro-batches; the oldest goes first."""
+"""Schedules kept, one per number and shapes of micro-batches; the oldest goes first."""
 
 
 class Transport:

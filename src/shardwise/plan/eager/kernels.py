@@ -7,7 +7,6 @@ own rules, and held against `diagnose.trace_step`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from shardwise.model.profile import Block
 from shardwise.plan.plan import ContextKind, Plan
 from shardwise.plan.ranks.activations import compute_width
 from shardwise.plan.ranks.division import Division
-from shardwise.plan.ranks.stages import Stage
 
 
 class Local(NamedTuple):
@@ -48,11 +46,6 @@ def inputs_of(division: Division) -> float:
     """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
     cp, both = division.plan.axes.cp, division.profile.given + division.profile.labels
     return both * cp + 8.0 if cp > 1 else both
-
-
-def received_by(plan: Plan, stages: Sequence[Stage]) -> float:
-    """Elements per token that come to the stages of a pipeline's rank, from before and from behind."""
-    return sum(stage.given + stage.handed for stage in stages) if plan.axes.pp > 1 else 0.0
 
 
 def course_of(block: Block, local: Local) -> Course | None:

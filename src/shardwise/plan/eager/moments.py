@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from operator import ge, sub
 from typing import NamedTuple
 
-from shardwise.plan.schedule import actions, stages_of
+from shardwise.plan.schedule import Action, actions, stages_of
 
 
 class Moment(NamedTuple):
@@ -25,6 +26,10 @@ class Moment(NamedTuple):
     """Tensors sent on, of micro-batches that are no longer alive: all but 1F1B keep their sends until the end."""
     gradients: tuple[int, ...]
     """Gradients sent back and kept, the running one included."""
+    coming: tuple[int, ...]
+    """Activations of other ranks that came or are waited for, and are not used, the running action's included."""
+    returning: tuple[int, ...]
+    """The same of gradients, those of this rank too."""
     reached: tuple[int, ...]
     """How many backward passes have gone to the inputs, at most 2."""
     begun: tuple[bool, ...]
@@ -69,8 +74,8 @@ def _fullest(moments: Iterable[Moment]) -> Iterator[Moment]:
     """
     alike: dict[Moment, list[tuple[int, ...]]] = {}
     for moment in moments:
-        kept = (*moment.alive, *moment.outputs, *moment.gradients)
-        others = alike.setdefault(moment._replace(alive=(), outputs=(), gradients=()), [])
+        kept = (*moment.alive, *moment.outputs, *moment.gradients, *moment.coming, *moment.returning)
+        others = alike.setdefault(moment._replace(alive=(), outputs=(), gradients=(), coming=(), returning=()), [])
         if any(all(map(ge, other, kept)) for other in reversed(others)):
             continue
         others[:] = [other for other in others if not all(map(ge, kept, other))]
@@ -80,8 +85,9 @@ def _fullest(moments: Iterable[Moment]) -> Iterator[Moment]:
     for moment, found in alike.items():
         turns = len(moment.pending)
         for each in found:
-            alive, outputs, gradients = (each[turns * part : turns * (part + 1)] for part in range(3))
-            yield moment._replace(alive=alive, outputs=outputs, gradients=gradients)
+            alive, outputs, gradients, *comes = (each[turns * part : turns * (part + 1)] for part in range(5))
+            whole = moment._replace(alive=alive, outputs=outputs, gradients=gradients)
+            yield whole._replace(coming=comes[0], returning=comes[1])
 
 
 def _between(first: tuple[int, ...], middle: tuple[int, ...], last: tuple[int, ...]) -> bool:
@@ -104,7 +110,7 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
     reached = [0] * turns
     begun, fresh, added = ([False] * turns for _ in range(3))
     found: dict[Moment, None] = {}
-    for action in actions(kind, ranks, turns, count)[rank]:
+    for action, awaiting in zip(actions(kind, ranks, turns, count)[rank], _awaited(kind, *shape)[rank], strict=True):
         turn = stages.index(action.stage)
         work = action.work if action.stage else _OF_FIRST.get(action.work, action.work)
         if not work:
@@ -116,7 +122,8 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
             outputs[0] = int(0 <= ahead - 2 < count - left[0] <= count - ahead)
         flags = (tuple(reached), tuple(begun), done, tuple(fresh), tuple(added), tuple(whole))
         left[turn] -= work in "BW"
-        found[Moment(work, turn, tuple(alive), tuple(pending), tuple(outputs), now, *flags, not left[turn])] = None
+        kept = (tuple(alive), tuple(pending), tuple(outputs), now, *awaiting)
+        found[Moment(work, turn, *kept, *flags, not left[turn])] = None
         whole[turn] = work != "F" and left[turn] > 0
         if work == "F":
             alive[turn] += 1
@@ -133,3 +140,52 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
         alive[turn] -= 1
         outputs[turn] += sends[turn] and not awaited
     return found
+
+
+Waiting = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=256)
+def _awaited(kind: str, ranks: int, turns: int, count: int) -> tuple[tuple[Waiting, ...], ...]:
+    """Per rank and action, `coming` and `returning`.
+
+    A looped schedule of torch asks for a message as soon as the action that sends it has its place (`_add_send_recv`,
+    which gives the ranks places in turn); GPipe and 1F1B ask right before they use it.
+    """
+    stages = [stages_of(kind, rank, ranks, turns) for rank in range(ranks)]
+    left = [list(_at_once(row))[::-1] for row in actions(kind, ranks, turns, count)]
+    last, here = ranks * turns - 1, Counter[tuple[str, int]]()
+    there = {("F", 0, each) for each in range(count)} | {("B", last, each) for each in range(count)}
+    found: list[list[Waiting]] = [[] for _ in range(ranks)]
+    alone = turns == 1 and kind in ("gpipe", "1f1b")
+    while any(left):
+        for rank, row in enumerate(left):
+            if not row or any(way and (way, *place) not in there for way, *place in map(_takes, row[-1])):
+                continue
+            group = row.pop()
+            for action in group:
+                way, stage, _ = _takes(action)
+                own = Counter({(way, stage): 1}) if alone else here
+                coming = tuple(own["F", each] * (each > 0 and each - 1 not in stages[rank]) for each in stages[rank])
+                found[rank].append((coming, tuple(own["B", each] * (each < last) for each in stages[rank])))
+                here[way, stage] -= 1
+            for way, stage, micro_batch in map(_takes, group):
+                to = stage + (1 if way == "F" else -1)
+                there.add((way, to, micro_batch))
+                here[way, to] += 1
+    return tuple(map(tuple, found))
+
+
+def _at_once(row: Iterable[Action]) -> Iterator[list[Action]]:
+    """Actions that are one of torch's together."""
+    group: list[Action] = []
+    for action in row:
+        group.append(action)
+        if not action.overlapped:
+            yield group
+            group = []
+
+
+def _takes(action: Action) -> tuple[str, int, int]:
+    """What an action needs: activations or gradients, of which stage and micro-batch; a `W` needs none."""
+    return {"F": "F", "W": ""}.get(action.work, "B"), action.stage, action.micro_batch

@@ -114,11 +114,17 @@ class PipeRank(RankSizes):
         return {"gradients": given + sent + beside, "gathered": max(0.0, left)}
 
     def in_flight(self, moment: Moment) -> float:
-        """Bytes of what was sent and is kept until it has come."""
+        """Bytes of what was sent and is kept until it has come, and of what comes and is not used."""
         # where no step was seen, what is put together from operators has room for the one that 1F1B keeps
         counts = self.plan.schedule.kind != "1f1b" or course_of(self.stages[0].blocks[0], self.local)
-        turns = zip(self.stages, moment.outputs if counts else (0,), moment.gradients, strict=True)
-        return sum(self.sent_bytes(on * stage.handed + back * stage.given) for stage, on, back in turns)
+        numbers = zip(
+            moment.outputs if counts else (0,), moment.returning, moment.gradients, moment.coming, strict=True
+        )
+        elements = sum(
+            stage.handed * (on + returning) + stage.given * (back + coming)
+            for stage, (on, returning, back, coming) in zip(self.stages, numbers, strict=True)
+        )
+        return self.sent_bytes(elements) - self.counted(self.stages[moment.turn]) * (moment.work == "F")
 
     def in_stage(self, moment: Moment, turn: int, size: _Sizes) -> tuple[float, float]:
         """Bytes that a stage keeps at a moment, and those of its gradients."""
@@ -149,8 +155,9 @@ class PipeRank(RankSizes):
             deferred += self.own_logit() * self.width + self.sent_bytes(self.division.profile.head.width)
         again = any(self.reruns(index, block) for index, block in enumerate(stage.blocks, stage.start))
         kept += self.shared(again) * (not stage.first)
-        at_home = stage.start + len(stage.blocks) in {other.start for other in self.stages}  # in the next one's buffer
-        kept += self.sent(stage) * (not at_home) - self.received(stage)
+        kept += self.sent(stage)
+        came, early = self.came(stage) - self.counted(stage), self.at_once(stage.start, stage.blocks[0])
+        kept, at_once = kept + came * (not early), at_once + came * early
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
         later = trained[0] - inside_at_once
@@ -188,10 +195,6 @@ class PipeRank(RankSizes):
         axes, head = self.plan.axes, self.division.profile.head
         whole = axes.tp == 1 or self.plan.tensor.loss or all(op.split != "column" for op in head.matmuls)
         return self.logit() / (1 if whole else axes.tp)
-
-    def received(self, stage: Stage) -> float:
-        """Bytes of a micro-batch that its first block is counted to keep, which lie in a buffer of the schedule's."""
-        return 0.0 if stage.first or course_of(stage.blocks[0], self.local) else self.sent_bytes(stage.given)
 
     def sent(self, stage: Stage) -> float:
         """Bytes that it sends and keeps as long as the rest, where the last block was not seen to keep it."""
@@ -262,10 +265,12 @@ class PipeRank(RankSizes):
                 working -= self.head() + self.logit() * wide
         makes = work == "B" or self.at_once(index, block)  # gradients of weights
         last = {"gathered": self.gathered_in(moment, 1 + self.prefetch), "gradients": row * makes, "working": working}
+        early = self.at_once(index, block) and not (work == "I" and stage.last)  # the input's gradient is yet to come
+        last["activations"] = -self.came(stage) * early
         if work == "I":  # what recomputed blocks give is added up behind all of them
             behind = [b for i, b in enumerate(stage.blocks, stage.start) if self.at_once(i, b)][1:]
             last["gradients"] += sum(map(self.trained, behind)) * self.width
-            last["activations"] = -sum(map(self.stream, behind))
+            last["activations"] -= sum(map(self.stream, behind))
         course = course_of(block, self.local)
         if course and (work == "B" or self.repeats(block)):
             last = self.seen(course, stage, last, working - working_in(block, self.local) * self.tokens)

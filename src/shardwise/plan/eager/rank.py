@@ -24,7 +24,7 @@ def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states:
     """Bytes by term of one rank of the pipeline at each moment that may be its largest.
 
     `states`: weights, optimizer, and `gradients` as they are between micro-batches. Terms: these, the inputs of the
-    step, receive buffers of a pipeline, gathered weights, activations, logits, working set.
+    step, gathered weights, activations, logits, working set.
     """
     plan = division.plan
     if plan.axes.pp == 1:

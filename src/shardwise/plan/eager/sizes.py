@@ -18,7 +18,6 @@ from shardwise.plan.eager.kernels import (
     local_of,
     norms_in,
     outputs_of,
-    received_by,
     upcast_norms,
 )
 from shardwise.plan.messages.data import held_sums, reduce_type, reduce_width
@@ -91,7 +90,7 @@ class RankSizes:
         self.summed_outside = self.moving + division.unused_outside(stages) * self.fills
         """Those whose gradients are reduced together."""
         self.is_last = any(stage.last for stage in stages)
-        self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
+        self.base = {**states, "inputs": self.inputs()}
 
     def sums(self, made: float, whole: float, owned: float, at_once: bool) -> tuple[float, float]:
         """Bytes of gradients between micro-batches and at the end.
@@ -147,9 +146,14 @@ class RankSizes:
         """Bytes of what passes between two stages, per micro-batch."""
         return self.tokens * elements * self.width
 
-    def buffers(self) -> float:
-        """A pipeline's receive buffers: one per micro-batch and boundary."""
-        return self.plan.batch.micro_batches * self.sent_bytes(received_by(self.plan, self.stages))
+    def came(self, stage: Stage) -> float:
+        """Bytes that it receives of a micro-batch; a stage before it that is here too keeps them itself."""
+        at_home = any(stage.start == other.start + len(other.blocks) for other in self.stages)
+        return self.sent_bytes(stage.given) * (not at_home)
+
+    def counted(self, stage: Stage) -> float:
+        """Bytes of a micro-batch that it is given and its first block is counted to keep."""
+        return 0.0 if course_of(stage.blocks[0], self.local) else self.sent_bytes(stage.given)
 
     def gathered(self, ahead: int, place: int | None = None) -> float:
         """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""

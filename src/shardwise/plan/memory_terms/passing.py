@@ -7,7 +7,7 @@ from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
-from shardwise.plan.eager.kernels import deferred_in, local_of, received_by
+from shardwise.plan.eager.kernels import deferred_in, local_of
 from shardwise.plan.eager.moments import moments_of
 from shardwise.plan.messages.data import reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
@@ -76,11 +76,10 @@ def activations_of(division: Division, rank: int, stages: tuple[Stage, ...], sta
 
 
 def receive_buffers(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes in which a pipeline of ours receives: for each micro-batch and neighbour, there from the first step on."""
-    if stack.name not in OWN:
+    """Bytes in which a pipeline of ours receives what is not used yet: of each stage an activation and a gradient."""
+    if stack.name not in OWN or division.plan.axes.pp == 1:
         return 0.0
-    received = received_by(division.plan, stages) * compute_width(division.plan)
-    return division.tokens * division.plan.batch.micro_batches * received
+    return division.tokens * sum(stage.given + stage.handed for stage in stages) * compute_width(division.plan)
 
 
 def block_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
@@ -135,9 +134,8 @@ def in_line(
 ) -> tuple[float, float]:
     """Bytes per token that a rank of a pipeline has beside what its blocks keep: what waits, and what was sent.
 
-    What was sent stays until it is received: 1F1B waits for it, other schedules of torch at the end of the step. What a
-    stage's first block keeps lies in the buffer in which it came. Behind the loss micro-batches that wait have their
-    logits too, and gradients wait for the weights' part of a backward pass.
+    A stage's output stays until its backward pass begins, a gradient until it has gone. Behind the loss micro-batches
+    that wait have their logits too, and gradients wait for the weights' part of a backward pass.
 
     Args:
         division: of the plan.
@@ -146,12 +144,11 @@ def in_line(
         pending: of these, whose inputs have gradients and whose weights have none yet.
     """
     plan, width = division.plan, compute_width(division.plan)
-    awaits, starts = plan.schedule.kind == "1f1b", {stage.start for stage in stages}
+    starts = {stage.start for stage in stages}
     ends, total, passed = {stage.start + len(stage.blocks) for stage in stages}, 0.0, 0.0
     for stage, number, late in zip(stages, alive, pending, strict=True):
-        sent = (number if awaits else plan.batch.micro_batches) * (stage.start + len(stage.blocks) not in starts)
-        back = (1 if awaits else plan.batch.micro_batches - number) * (stage.start not in ends)
-        passed += (sent * stage.handed + (back - number) * stage.given) * width
+        sent = number * (stage.start + len(stage.blocks) not in starts)
+        passed += (sent * stage.handed + (stage.start not in ends) * stage.given) * width
         if stage.last:
             vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
             total += max(0, number - late - 1) * vocab * max(width, 4.0) + late * vocab * width

@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import add, itemgetter, le
 
 from shardwise.model.profile import Block
-from shardwise.plan.eager.kernels import inputs_of, received_by
+from shardwise.plan.eager.kernels import inputs_of
 from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, frees_last, gathered_of, offloaded_of, states_of
 from shardwise.plan.memory_terms.around import outside_step
@@ -316,18 +316,14 @@ class SizeBounds:
         return self._around[key]
 
     def of_batch(self, flow: Flow, spread: Spread, rank: int) -> float:
-        """Bytes of all micro-batches of a step on a rank: inputs, and where a pipeline receives what passes."""
+        """Bytes of the inputs of all micro-batches of a step on a rank."""
         core, pipe, work, stack = flow.pipe.core, flow.pipe, self.space.workload, self.space.stack
-        if stack.name not in OWN:
+        if not stack.eager or stack.name not in OWN:
             return 0.0
         key = (core.cp, core.precision, pipe.data, pipe.pp, *cut_as(flow.schedule), rank)
         if key not in self._of_batch:
-            division = self.division(flow, spread)
-            passing = received_by(division.plan, division.ranks[rank]) * core.width
-            if not stack.eager:  # of what a stage was given, its first block is counted to keep some
-                passing = sum(stage.handed for stage in division.ranks[rank]) * core.width * (pipe.pp > 1)
             tokens = work.global_batch * work.seq_len / (pipe.data * core.cp)
-            self._of_batch[key] = tokens * (inputs_of(division) * stack.eager + passing)
+            self._of_batch[key] = tokens * inputs_of(self.division(flow, spread))
         return self._of_batch[key]
 
     def division(self, flow: Flow, spread: Spread) -> Division:
