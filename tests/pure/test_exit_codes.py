@@ -74,8 +74,12 @@ def test_ctrl_c_while_a_rank_reports_its_error_is_ctrl_c(
 
 
 def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
-    script = "import sys; sys.path.insert(0, sys.argv.pop()); from shardwise.__main__ import main; main()"
+    at_once = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    (tmp_path / "typer.py").write_text(at_once)
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a job behind a shell has none
+    )
+    script += "import sys; sys.path.insert(0, sys.argv.pop()); from shardwise.__main__ import main; main()"
     command = [sys.executable, "-c", script, "train", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

@@ -51,7 +51,8 @@ def _limit_waits(mesh: DeviceMesh) -> None:
     for device in world._device_types:
         if (options := getattr(world._get_backend(device), "options", None)) is not None:
             for group in mesh.get_all_groups():
-                group._get_backend(device)._set_default_timeout(options._timeout)
+                backend = group._get_backend(device)  # inside of torch's checks, under TORCH_DISTRIBUTED_DEBUG=DETAIL
+                getattr(backend, "wrapped_pg", backend)._set_default_timeout(options._timeout)
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

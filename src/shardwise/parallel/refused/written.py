@@ -45,9 +45,9 @@ def watched(unit: nn.Module, name: str, units: Container[object]) -> Callable[..
         if seen or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         seen.append(True)
-        before = dict(_values(unit, name, units))
+        before = dict(values_of(unit, name, units))
         output = forward(*args, **kwargs)
-        written = [name for name, value in _values(unit, name, units) if before.get(name, value) != value]
+        written = [name for name, value in values_of(unit, name, units) if before.get(name, value) != value]
         if written:
             raise ModelError(
                 f"forward writes into the weight {written[0]}, and under a plan that shards parameters, or computes in "
@@ -60,7 +60,7 @@ def watched(unit: nn.Module, name: str, units: Container[object]) -> Callable[..
     return call
 
 
-def _values(unit: nn.Module, prefix: str, units: Container[object]) -> Iterator[tuple[str, int]]:
+def values_of(unit: nn.Module, prefix: str = "", units: Container[object] = ()) -> Iterator[tuple[str, int]]:
     """Name of each parameter of a unit itself -> the sum of its bits, as integers."""
     for name, parameter in unit.named_parameters(prefix, recurse=False):
         local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
@@ -68,7 +68,7 @@ def _values(unit: nn.Module, prefix: str, units: Container[object]) -> Iterator[
             yield name, _sum(local.contiguous().view(-1).view(_INTEGERS[local.element_size()]))
     for name, child in unit.named_children():
         if child not in units:
-            yield from _values(child, f"{prefix}.{name}" if prefix else name, units)
+            yield from values_of(child, f"{prefix}.{name}" if prefix else name, units)
 
 
 def _sum(bits: torch.Tensor) -> int:

@@ -265,13 +265,13 @@ class PipeRank(RankSizes):
                 working -= self.head() + self.logit() * wide
         makes = work == "B" or self.at_once(index, block)  # gradients of weights
         last = {"gathered": self.gathered_in(moment, 1 + self.prefetch), "gradients": row * makes, "working": working}
-        early = self.at_once(index, block) and not (work == "I" and stage.last)  # the input's gradient is yet to come
-        last["activations"] = -self.came(stage) * early
+        course = course_of(block, self.local)
+        early = self.at_once(index, block) and not (course or (work == "I" and stage.last))
+        last["activations"] = -self.came(stage) * early  # the input's gradient is yet to come
         if work == "I":  # what recomputed blocks give is added up behind all of them
             behind = [b for i, b in enumerate(stage.blocks, stage.start) if self.at_once(i, b)][1:]
             last["gradients"] += sum(map(self.trained, behind)) * self.width
             last["activations"] -= sum(map(self.stream, behind))
-        course = course_of(block, self.local)
         if course and (work == "B" or self.repeats(block)):
             last = self.seen(course, stage, last, working - working_in(block, self.local) * self.tokens)
         found.append(("last block", last))

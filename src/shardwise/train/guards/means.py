@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial, update_wrapper
 from itertools import count
@@ -23,6 +23,7 @@ from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.layers.batchnorm import BatchNorm
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.randomness.generators import states
+from shardwise.parallel.refused.written import values_of
 from shardwise.train.guards.halving import communicating
 from shardwise.train.of_rows import OfModel, Repeatable, remembers, unlike_parts
 from shardwise.train.torch_private import mean_of_labels
@@ -35,12 +36,13 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     """The same loss function, which is looked at where a step has several parts.
 
     Cost: in one call of `_EVERY` two microseconds per operation of the loss; in the first a look at the labels, and on
-    one rank at parts of it, see `unlike_parts`.
+    one rank at parts of it, see `unlike_parts`; two passes over weights of which that rank has the whole.
     """
     parts = placed.mesh.batch.size * placed.plan.batch.micro_batches
     is_called_often = placed.plan.batch.micro_batches > 1
     if parts == 1:
         return loss_fn
+    weights = dict(values_of(placed.parts[0].root)) if placed.mesh.tells and not communicating(placed) else {}
     looks, calls, plan = _Looks(), count(), f"`{placed.plan}` divides a batch into {parts} parts"
     repeatable = Repeatable()
 
@@ -70,7 +72,11 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
                     "of other rows; needed: what a step keeps for the next one changed in the loop, after the step, "
                     "or a plan with mb1 (docs/loss.md)"
                 )
-            elif placed.mesh.tells and repeatable.holds and (said := _unlike_parts(loss_fn, placed, output, batch)):
+            elif (
+                placed.mesh.tells
+                and repeatable.holds
+                and (said := _unlike_parts(loss_fn, placed, output, batch, weights))
+            ):
                 _warn(said.format(plan=plan))
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
@@ -103,16 +109,19 @@ _KEPT = (
 )
 
 
-def _unlike_parts(loss_fn: Callable[[Any, Any], Any], placed: Placed, output: Any, batch: Any) -> str:
+def _unlike_parts(
+    loss_fn: Callable[[Any, Any], Any], placed: Placed, output: Any, batch: Any, weights: Mapping[str, int]
+) -> str:
     """What is found of the loss function; else of the model with it, where this rank has the whole of that.
 
-    Of the model as it is, unless it draws (dropout) or has batch norms: then in evaluation.
+    Of the model as it is, unless it draws (dropout) or has batch norms: then in evaluation. Not where its forward has
+    written into its `weights`, which are other values now.
     """
     if said := unlike_parts(loss_fn, output, batch):
         return _OF_LOSS.format("the loss function", said)
-    if communicating(placed):
-        return ""
     root = placed.parts[0].root
+    if communicating(placed) or dict(values_of(root)) != weights:
+        return ""
     drew = [any(isinstance(module, BatchNorm) for module in root.modules())]
 
     def run(part: Any) -> Any:
