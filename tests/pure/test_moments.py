@@ -47,7 +47,7 @@ def test_none_that_is_left_out_needs_more(kind: str) -> None:
 
 
 def test_a_batch_of_a_million_is_planned_soon() -> None:
-    """Pipelines whose micro-batches are a million are told by few of them: thousands were estimated, for minutes."""
+    """What all micro-batches keep of a pipeline is in the bounds: thousands of plans were estimated, for minutes."""
     sizes, work = preset("tiny"), Workload(seq_len=64, global_batch=1_000_000)
     found = find_plan(profile_of(sizes), sizes, load_cluster("cpu:4"), work, stack=load_stack("shardwise-cpu"))
-    assert found.best is not None and found.estimated < 200
+    assert found.best is not None and found.estimated < 100

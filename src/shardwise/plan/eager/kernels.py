@@ -7,6 +7,7 @@ own rules, and held against `diagnose.trace_step`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from shardwise.model.profile import Block
 from shardwise.plan.plan import ContextKind, Plan
 from shardwise.plan.ranks.activations import compute_width
 from shardwise.plan.ranks.division import Division
+from shardwise.plan.ranks.stages import Stage
 
 
 class Local(NamedTuple):
@@ -46,6 +48,16 @@ def inputs_of(division: Division) -> float:
     """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
     cp, both = division.plan.axes.cp, division.profile.given + division.profile.labels
     return both * cp + 8.0 if cp > 1 else both
+
+
+def sent_by(kind: str, stages: Sequence[Stage]) -> float:
+    """Elements per token that a rank's stages send and gloo holds until the step ends: all, and by 1F1B none."""
+    if kind == "1f1b":
+        return 0.0
+    starts = {stage.start for stage in stages}
+    ends = {stage.start + len(stage.blocks) for stage in stages}
+    forth = sum(stage.handed for stage in stages if stage.start + len(stage.blocks) not in starts)
+    return forth + sum(stage.given for stage in stages if stage.start not in ends)
 
 
 def course_of(block: Block, local: Local) -> Course | None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import add, itemgetter, le
 
 from shardwise.model.profile import Block
-from shardwise.plan.eager.kernels import inputs_of
+from shardwise.plan.eager.kernels import inputs_of, sent_by
 from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, frees_last, gathered_of, offloaded_of, states_of
 from shardwise.plan.memory_terms.around import outside_step
@@ -214,6 +214,11 @@ class SizeBounds:
             most = max(most, held + gathered + max(loss, both) + self.of_batch(flow, spread, rank))
         if self.space.stack.eager:
             most = max(most, *(self.around(flow, spread, rank) for rank, *_ in kept))
+        if self.space.stack.eager and pipe.pp > 1:  # when the step ends, but for the last micro-batch
+            every = (pipe.micro_batches - 1) * self.tokens(core) * core.width
+            for (rank, *_), (held, _, _) in zip(kept, states, strict=True):
+                sent = every * sent_by(flow.schedule.kind, self.division(flow, spread).ranks[rank])
+                most = max(most, sent + self.of_batch(flow, spread, rank) + (0.0 if pipe.offloaded else held))
         groups = (pipe.pp > 1) + (spread.dp_replicate > 1) + (spread.dp_shard * core.cp > 1) + (core.tp > 1)
         return self.on_device(most) + COMMUNICATOR * (groups + (core.ep > 1) + (core.world > 1))
 
