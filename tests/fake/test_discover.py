@@ -35,7 +35,8 @@ KNOWN = [
     ("NVIDIA GeForce RTX 3060", "rtx3060"), ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"), ("NVIDIA A16", "a16"),
     ("NVIDIA GeForce RTX 5080", "rtx5080"), ("NVIDIA GB10", "gb10"),
     ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tis"), ("NVIDIA GeForce RTX 4080 SUPER", "rtx4080s"),
-    ("NVIDIA GeForce RTX 4080", "rtx4080"),
+    ("NVIDIA GeForce RTX 4080", "rtx4080"), ("NVIDIA GeForce RTX 3080 Ti", "rtx3080ti"),
+    ("NVIDIA GeForce RTX 5070 Ti", "rtx5070ti"), ("Tesla P40", "p40"),
 ]  # fmt: skip
 UNKNOWN = [
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100X", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40G",

@@ -171,6 +171,7 @@ def test_the_forks_of_vendors_have_fused_attention() -> None:
 
 
 def test_a_tensor_processor_runs_jax_and_a_missing_unit_16_bits() -> None:
+    assert variant("core-1", gpu="v5litepod-128", source="a blog", notes="", precision="bf16").stack.name == "jax"
     alone = {"source": "a paper", "optimizer": "", "notes": ""}
     assert variant("core-8", gpu="TPU v4", **alone).stack.name == "jax"
     assert variant("core-1", gpu="A100-80G", precision="fp8").workload.compute == ""
@@ -321,6 +322,11 @@ def test_batches() -> None:
         ("foundry-1", {"activation_checkpoint": "", "notes": "FSDP with activation checkpointing"}, "blocks"),
         ("foundry-1", {"activation_checkpoint": "", "notes": "TFLOPs count causal; counts recompute"}, "blocks"),
         ("old-2", {}, "ops"),
+        ("core-2", {"activation_checkpoint": "50%", "notes": ""}, "ratio"),
+        ("core-2", {"activation_checkpoint": "2 of 8 layers", "notes": ""}, "ratio"),
+        ("core-2", {"activation_checkpoint": "full (block, 1 layers)", "notes": ""}, "ratio"),
+        ("core-2", {"activation_checkpoint": "full, uniform, 1 layer", "notes": ""}, "blocks"),
+        ("core-2", {"activation_checkpoint": "every 2", "notes": ""}, "every"),
     ],
 )
 def test_recompute(base: str, cells: dict[str, str], mode: str) -> None:
@@ -413,7 +419,9 @@ def test_constants_are_all_there() -> None:
     text = tables()
     assert all(f"| {name} |" in text for name in device_names())
     assert "`overlap_data`" in text and "`megatron-2021`" in text and "`HOST_UPDATE`" in text
-    assert ("memory", "`COMMUNICATOR`") in {row[:2] for row in formula_constants(ESTIMATORS)}
+    shown = {row[:2] for row in formula_constants(ESTIMATORS)}
+    assert {("memory", "`COMMUNICATOR`"), ("kernels", "`TAIL`"), ("links", "`HOP`"), ("blocktime", "`CAST`")} <= shown
+    assert "`STALLS_AT`" in text
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: dict[str, Row]) -> None:

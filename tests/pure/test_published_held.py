@@ -219,6 +219,9 @@ def test_litgpt_keeps_the_log_softmax_of_every_chunk_and_a_head_of_its_own() -> 
         ("granite-20b-code", (52, 6144, 24576, "plain")),
         ("ESM2 650M", (33, 1280, 5120, "plain")),
         ("nanochat d32", (32, 2048, 8192, "plain")),
+        ("GPT-3 XL", (24, 2048, 8192, "plain")),
+        ("GPT3-Medium", (24, 1024, 4096, "plain")),
+        ("QwQ-32B", (64, 5120, 27648, "gated")),
     ],
 )
 def test_sizes_of_models_by_name(model: str, sizes: tuple[int, int, int, str]) -> None:

@@ -178,7 +178,8 @@ def test_notes_do_not_overrule_cells() -> None:
     ("said", "stage"),
     [
         ("ZeRO-3 + offload", 3), ("FSDP2", 3), ("full shard", 3), ("HSDP", 3), ("SHARD_GRAD_OP", 2), ("no_shard", 0),
-        ("distributed optimizer", 1), ("DDP", 0), ("", None),
+        ("distributed optimizer", 1), ("DDP", 0), ("", None), ("os+g", 2), ("P_os", 1), ("optim", 1), ("ZeRO++", 3),
+        ("optim_grads", 2), ("optim_grads_params", 3), ("ZeRO-Infinity", 3), ("Gemini", 3),
     ],
 )  # fmt: skip
 def test_stages_in_words(said: str, stage: int | None) -> None:
@@ -208,6 +209,24 @@ def test_states_on_the_host_beside_the_stage() -> None:
 def test_batches_in_words(cells: dict[str, str], batch: int) -> None:
     found = Cells({"n_gpus": "8", "dp_replicate": "8", **cells})
     assert batch_of(found, sizes_of(found), 512 if batch == 65536 else 8192)[0] == batch
+
+
+def test_a_step_of_a_batch_in_tokens_is_a_step_of_its_sequences() -> None:
+    said, tokens = (variant("core-8", **BARE | {"global_batch": text}) for text in ("128", str(128 * 8192) + " tokens"))
+    assert said.workload == tokens.workload and said.step_time == tokens.step_time
+
+
+@pytest.mark.parametrize(
+    ("cells", "data"),
+    [
+        ({"dp_shard": "16", "tp": "1", "pp": "1", "ep": "4"}, (1, 64)),
+        ({"dp_replicate": "8", "tp": "2", "pp": "1", "ep": "4"}, (32, 1)),
+        ({"dp_shard": "64", "tp": "1", "pp": "1", "ep": "4"}, (1, 64)),
+    ],
+)
+def test_experts_that_a_mesh_counts_beside_its_data_ranks(cells: dict[str, str], data: tuple[int, int]) -> None:
+    sizes = sizes_of(Cells({"n_gpus": "64", "gpu": "tpu-v5p", **cells}))
+    assert (sizes.replicate, sizes.shard) == data
 
 
 def test_a_micro_batch_of_another_run() -> None:

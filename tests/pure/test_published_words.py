@@ -357,7 +357,12 @@ _BEFORE_AMPERE = ("v100-32g", "Quadro RTX 8000", "RTX 2080 Ti", "T4")
         ("a3-megagpu-8g", "h100", 84.9), ("ND A100 v4", "a100-40g", 42.3), ("NDm A100 v4", "a100-80g", 84.9),
         ("Standard_ND96amsr_A100_v4", "a100-80g", 84.9), ("ND H100 v5", "h100", 84.9), ("g5.48xlarge", "a10g", 23.7),
         ("g6e.48xlarge", "l40s", 47.8), ("g6.12xlarge", "l4", 24.1), ("Atlas 900 A2", "ascend910b", 68.7),
-        ("p3dn.24xlarge", "v100", 33.9), ("p3.16xlarge", "v100", 17.0),
+        ("p3dn.24xlarge", "v100", 33.9), ("p3.16xlarge", "v100", 17.0), ("RTX 3080 Ti", "rtx3080ti", 12.6),
+        ("RTX 3060 Ti", "rtx3060ti", 8.4), ("RTX 4060 Ti 16GB", "rtx4060ti", 16.9), ("Tesla P40", "p40", 25.6),
+        ("RTX 5070 Ti", "rtx5070ti", 16.9), ("RTX 5060 Ti 8 GB", "rtx5060ti", 8.5), ("TITAN V", "v100", 12.7),
+        ("TITAN Xp", "gtx1080ti", 11.7), ("Titan", "titanrtx", 25.3), ("MI308X", "", 0.0),
+        ("DGX A100 640GB", "a100-80g", 84.9), ("DGX A100 320 GB", "a100-80g", 42.4), ("DGX H100", "h100", 84.9),
+        ("v3-32", "tpu-v3", 33.2), ("v4-64", "tpu-v4", 33.0),
     ],
 )  # fmt: skip
 def test_names_of_cards_and_of_instances(gpu: str, preset: str, gigabytes: float) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "frozen", "kernels", "links", "memory", "schedule", "simulate", "stages", "timing",
-    "updating", "workload",
+    "ranks/activations", "time_terms/blocktime", "frozen", "costs/kernels", "costs/links", "memory", "schedule",
+    "time_terms/simulate", "ranks/stages", "timing", "updating", "workload",
 )  # fmt: skip
+"""Modules of `shardwise.plan` whose numbers the page shows."""
 
 
 def tables() -> str:
@@ -171,7 +172,7 @@ def tables() -> str:
         table(("where", "name", "value", "what it is"), formula_constants(ESTIMATORS)),
         "Numbers that act only where a stack has `stall` or `runs_ahead`, as nanotron has; read off one sweep. The "
         "first three are a threshold: jobs near it are the worst rows above.",
-        table(("where", "name", "value", "what it is"), formula_constants(("stalls",))),
+        table(("where", "name", "value", "what it is"), formula_constants(("time_terms/stalls",))),
     ]
     return "\n\n".join(parts)
 
@@ -242,17 +243,16 @@ def formula_constants(modules: Sequence[str]) -> list[tuple[str, str, str, str]]
     """(module, name, value, docstring) of every number in capitals at the top of an estimator's module."""
     found = []
     for module in modules:
-        path = files("shardwise.plan").joinpath(f"{module}.py")
-        if not path.is_file():
-            continue
-        text = path.read_text(encoding="utf-8")
+        text = files("shardwise.plan").joinpath(f"{module}.py").read_text(encoding="utf-8")
         body = ast.parse(text).body
         for node, after in zip(body, [*body[1:], None], strict=True):
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
                 continue
             name, value = node.targets[0].id, ast.get_source_segment(text, node.value) or ""
             if name.isupper() and _has_numbers(node.value) and len(value) < 500:
-                found.append((module, f"`{name}`", f"`{' '.join(value.split())}`", _docstring(after)))
+                found.append(
+                    (module.rsplit("/", 1)[-1], f"`{name}`", f"`{' '.join(value.split())}`", _docstring(after))
+                )
     return found
 
 

@@ -15,9 +15,9 @@ ZERO = r"(?:zero(?:-os|-dp)?(?:[ _]optimi[sz]ation)?[ _-]*\(?(?:stage)?|(?:deeps
 HYBRID = r"\bhsdp|hybrid[ _-]?(?:fsdp|shard)|\bmics\b"
 """Shards in a group of data ranks, and replicas of it."""
 _SHARED = (
-    (3, rf"{ZERO}3|hsdp|fsdp|(?<!no[ _-])(full|hybrid)[ _-]?shard"),
-    (2, rf"{ZERO}2|shard[ _-]grad"),
-    (1, rf"{ZERO}1\b|distributed (fused |adam|optimizer)"),
+    (3, rf"{ZERO}3|zero(\+\+|[ -]infinity)|hsdp|fsdp|(?<!no[ _-])(full|hybrid)[ _-]?shard|gemini|optim_grads_params"),
+    (2, rf"{ZERO}2|shard[ _-]grad|optim_grads|\bp?_?os ?\+ ?g\b"),
+    (1, rf"{ZERO}1\b|distributed (fused |adam|optimizer)|\boptim\b|\bp?_?os\b"),
     (0, r"\bddp\b|no[ _-]?shard|none|replicate"),
 )
 """Words for what data ranks share, in the cell."""
@@ -47,7 +47,7 @@ _AXES = {
     "cp": _words("cp", "context") + r"|ulysses\D{0,30}?[ =:-](\d+)|sequence[ _-]parallel\w* (?:size|degree)[ =:]+(\d+)",
 }
 _EXPERTS = _words("ep", "expert")
-_DATA = rf"\bddp\b|{HYBRID}|{ZERO}[12]\b|\bdata[ -]parallel"
+_DATA = rf"\bddp\b|no[ _-]shard|{HYBRID}|{ZERO}[12]\b|\bdata[ -]parallel"
 _OF_DATA = _words("dp", "data")
 _LINK = r"(?:[ _-](?:size|degree|groups?|factor|dim|over|across|within|in|of))*[ =:(]+"
 _REPLICAS = rf"replica\w*{_LINK}(\d+)|(\d+)[ -](?:way )?replica"
@@ -111,6 +111,10 @@ def sizes_of(cells: Cells, per_node: int = 8) -> Sizes:
     missing = [name for name, value in known.items() if value is None]
     data = (replicate or 1) * (shard or 1)
     model = (known["tp"] or 1) * (known["pp"] or 1) * (known["cp"] or 1)
+    experts = expert_degree(cells)
+    if (replicate or shard) and data * model * experts == count:  # an axis beside those of data (MaxText's mesh)
+        replicate, shard = (replicate, shard * experts) if shard else ((replicate or 1) * experts, None)
+        data *= experts
     sharded = cells["dp_shard"] and not shard  # `auto`, `-1`: all that are left
     by_data = (replicate or shard or stage_of(cells)) and data * model == count
     by_data = by_data or (_noted(cells, _OF_DATA) or 0) * model == count
@@ -226,7 +230,7 @@ def batch_of(cells: Cells, sizes: Sizes, seq_len: int) -> tuple[int, int]:
     Raises:
         Skip: neither the global nor the micro-batch is stated.
     """
-    total, micro = _total(cells, seq_len), cells.count("micro_batch")
+    total, micro = sequences_of(cells, seq_len), cells.count("micro_batch")
     accumulate = _noted(cells, _ACCUMULATE)
     if micro is None:
         micro = _noted(cells, _MICRO if sizes.pp > 1 else f"{_MICRO}|{_LOCAL}") or (
@@ -263,7 +267,7 @@ def _first(pattern: str, text: str) -> int | None:
     return int(next(group for group in found.groups() if group)) if found else None
 
 
-def _total(cells: Cells, seq_len: int) -> int | None:
+def sequences_of(cells: Cells, seq_len: int) -> int | None:
     """Sequences of a step: the cell, also where it says tokens, or the notes."""
     text, stated = cells["global_batch"].lower(), cells.count("global_batch")
     if stated is None:

@@ -40,11 +40,12 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"mi325", "mi325x", ""),
     (r"mi300-?a", "mi300a", ""),
     (r"mi300", "mi300x", ""),
-    (r"mi3", "mi300x", "an MI300X"),
+    (r"mi3(?!08)", "mi300x", "an MI300X"),
     (r"mi250", "mi250x", ""),
     (r"mi2[01]", "mi210", ""),
     (r"v100", "v100", ""),
     (r"p100", "p100", ""),
+    (r"\bp40\b", "p40", ""),
     (r"l40s", "l40s", ""),
     (r"l40", "l40", ""),
     (r"l4\b", "l4", ""),
@@ -63,24 +64,29 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"mi100", "mi100", ""),
     (r"5090", "rtx5090", ""),
     (rf"5080{_PLAIN}", "rtx5080", ""),
+    (r"5070-?ti\b", "rtx5070ti", ""),
+    (r"5060-?ti\b", "rtx5060ti", ""),
     (r"4090", "rtx4090", ""),
     (r"4080-?s(uper)?\b", "rtx4080s", ""),
     (r"4080", "rtx4080", ""),
     (rf"4070{_PLAIN}", "rtx4070", ""),
     (r"4070-?ti-?s(uper)?\b", "rtx4070tis", ""),
+    (r"4060-?ti\b", "rtx4060ti", ""),
     (r"3090", "rtx3090", ""),
+    (r"3080-?ti\b", "rtx3080ti", ""),
     (r"3080", "rtx3080", ""),
     (rf"3070{_PLAIN}", "rtx3070", ""),
+    (r"3060-?ti\b", "rtx3060ti", ""),
     (rf"3060{_PLAIN}", "rtx3060", ""),
     (r"1080-?ti", "gtx1080ti", ""),
     (r"2080-?ti", "rtx2080ti", ""),
-    (r"titan-?(rtx)?\b", "titanrtx", ""),
+    (r"titan-?(rtx\b|$)", "titanrtx", ""),
     (r"tpu-?v?7|ironwood", "tpu-v7", ""),
     (r"v6e|trillium", "tpu-v6e", ""),
     (r"v5-?p", "tpu-v5p", ""),
     (r"v5(-?e|-?lite)|tpu-?v5", "tpu-v5e", ""),
-    (r"tpu-?v?4", "tpu-v4", ""),
-    (r"tpu-?v?3", "tpu-v3", ""),
+    (r"tpu-?v?4|\bv4-\d", "tpu-v4", ""),
+    (r"tpu-?v?3|\bv3-\d", "tpu-v3", ""),
     (r"trainium-?2|trn2", "trainium2", ""),
     (r"trainium|trn1", "trainium", ""),
     (r"gaudi-?3|hl-325", "gaudi3", ""),
@@ -116,6 +122,8 @@ _INSTANCES: tuple[tuple[str, str, str], ...] = (
     (r"\bnd-?h200-v5|\bnd\d*isr-?h200[\w-]*", "h200", "3200 Gb/s"),
     (r"quadro-rtx-?8000|\brtx-?8000", "titan-rtx-48gb", ""),
     (r"quadro-rtx-?6000", "titan-rtx-24gb", ""),
+    (r"titan-v\b", "v100-pcie-12gb", ""),
+    (r"titan-xp?\b", "1080-ti-12gb", ""),
 )
 """Names of instances and of cards of the same silicon -> device, and what the instance has between nodes (newer ones of
 AWS say by their name that it is EFA)."""
@@ -164,12 +172,18 @@ HOST_OF_GH200 = (120, 240, 480, 624)
 """GB by which drivers name a GH200: those of its CPU, or of both (docs.nvidia.com, Grace Hopper)."""
 
 
+NODE = 3.5
+"""Times a device's memory from which the number beside `DGX` is that of a node (a DGX A100 of 320 or 640 GB)."""
+
+
 def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
     """Memory by the size in the name, where it is not the preset's; frameworks see some 6 % more than 10^9 each."""
     stated = re.search(r"\b(\d+)gi?b?\b", name)
     if stated and preset == "gh200" and int(stated.group(1)) in HOST_OF_GH200:
         stated = None
     memory = int(stated.group(1)) * 1.06e9 if stated else cluster.device.memory
+    if re.search(r"\bdgx\b", name) and memory > NODE * cluster.device.memory:
+        memory /= cluster.per_node
     if preset == "mi250x":
         return _carded(name, memory, cluster)
     if abs(memory / cluster.device.memory - 1) < 0.1:

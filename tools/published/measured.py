@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from published.cells import MEASURED, Cells
+from published.degrees import sequences_of
 from published.stacks import DEVICE
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -113,7 +114,7 @@ def step_time_of(
 ) -> float | None:
     """Seconds per step, from the step time, tokens per second, or TFLOP/s and MFU as the source counts them."""
     tokens = work.tokens / cluster.world
-    stated_batch = cells.count("global_batch")
+    stated_batch = sequences_of(cells, work.seq_len) if cells["global_batch"] else None
     step = cells.number("step_time_s")
     if step and stated_batch and cells.count("seq_len"):
         return step * work.global_batch / stated_batch

@@ -36,6 +36,8 @@ _SECOND = r"(\bac\b|check ?point\w*|recomput\w*) (on |of |in )?every[ -](2nd|oth
 """How notes say that nothing, every block, or every second is recomputed."""
 _PREPARES = r"\bpeft\b|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl|llama-?factory"
 """Words for what calls PEFT's `prepare_model_for_kbit_training`, which turns checkpoints on."""
+_BLOCK = r"\bblock\b[ ,:=(]*(\d+) ?(?:layers?\b|\)|$)"
+"""Megatron's method `block`: the first so many layers of a stage, all of each."""
 NO_RECOMPUTE = "no recompute"
 EVERY_SECOND = "selective recompute is of every second block"
 TWO_OF_THREE = "recomputed modules counted as two blocks of three"
@@ -49,20 +51,25 @@ _LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
 def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recompute:
     """The policy of the cell and the notes; empty cells take the stack's default."""
     text = cells["activation_checkpoint"].lower()
-    part = cells.noted(r"full/block on (\d+) layers")
+    part = cells.noted(r"full/block on (\d+) layers") or re.search(_BLOCK, text)
     if part:
         layers = max(spec.num_layers // pp, 1)
         return Recompute(mode="ratio", ratio=min(int(part.group(1)) / layers, 1.0))
-    share = cells.noted(r"(\d)/(\d) of (?:the |all )?(?:blocks|layers)") if not text else None
+    share = (
+        re.search(r"\b(\d+) ?(?:/|of|out of) ?(\d+) (?:of (?:the |all )?)?(?:blocks|layers)", text)
+        if text
+        else cells.noted(r"(\d)/(\d) of (?:the |all )?(?:blocks|layers)")
+    )
     if share and 0 < int(share.group(1)) < int(share.group(2)):
         return Recompute(mode="ratio", ratio=int(share.group(1)) / int(share.group(2)))
     half = re.search(
-        r"(?:partial|ratio)[ =:(]*(\d+(?:\.\d+)?) ?%|\b(\d+(?:\.\d+)?) ?% of (?:the |all )?(?:blocks|layers)", text
+        r"(?:partial|ratio)[ =:(]*(\d+(?:\.\d+)?) ?%|\b(\d+(?:\.\d+)?) ?%(?: of (?:the |all )?(?:blocks|layers)|$)",
+        text,
     )
     part_of = float(next(n for n in half.groups() if n)) / 100 if half else 0.5 if re.match(r"half\b", text) else 0.0
     if 0 < part_of < 1:
         return Recompute(mode="ratio", ratio=part_of)
-    some = re.search(r"every (\d+)(?:nd|rd|th)? (?:layer|block)", text) or (
+    some = re.search(r"every (\d+)(?:nd|rd|th)?(?: (?:layer|block)|$)", text) or (
         cells.noted(r"(?:\bac\b|check ?point\w*|recomput\w*) every (\d+)(?:nd|rd|th)? (?:layer|block)")
         if not text
         else None

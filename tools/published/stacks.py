@@ -47,7 +47,7 @@ _RULES: tuple[tuple[str, str], ...] = (
 """Keywords of the code that lays a job out -> stack, the first that is found; `megatron` is one of three, by year and
 kernels, `fsdp` one of two, by year."""
 
-TPU = r"tpu|trillium|ironwood|\bv\d[ep]?-\d"
+TPU = r"tpu|trillium|ironwood|\bv\d([ep]|litepod)?-\d"
 """Names of Google's devices, whose published configurations tune what is recomputed."""
 TRAINIUM = r"trainium|\btrn\d|neuron-?core"
 """Names of AWS's devices."""
