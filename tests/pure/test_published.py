@@ -13,7 +13,7 @@ import pytest
 import accuracy
 from published import COLUMNS, Row, read
 from published.cells import Cells, Skip
-from published.constants import ESTIMATORS, formula_constants, tables
+from published.constants import ESTIMATORS, STALLS, formula_constants, tables
 from published.models import _entries
 from published.page import page
 from published.rows import row_of
@@ -413,7 +413,9 @@ def test_constants_are_all_there() -> None:
     text = tables()
     assert all(f"| {name} |" in text for name in device_names())
     assert "`overlap_data`" in text and "`megatron-2021`" in text and "`HOST_UPDATE`" in text
-    assert ("memory", "`COMMUNICATOR`") in {row[:2] for row in formula_constants(ESTIMATORS)}
+    found = {row[:2] for row in formula_constants((*ESTIMATORS, *STALLS))}
+    inside = {("memory", "`COMMUNICATOR`"), ("blocktime", "`CAST`"), ("kernels", "`TAIL`"), ("stalls", "`RING`")}
+    assert inside <= found, "in folders too"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: dict[str, Row]) -> None:

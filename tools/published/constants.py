@@ -12,9 +12,10 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "frozen", "kernels", "links", "memory", "schedule", "simulate", "stages", "timing",
-    "updating", "workload",
+    "ranks/activations", "time_terms/blocktime", "frozen", "costs/kernels", "costs/links", "memory", "schedule",
+    "time_terms/simulate", "ranks/stages", "timing", "updating", "workload",
 )  # fmt: skip
+STALLS = ("time_terms/stalls",)
 
 
 def tables() -> str:
@@ -138,7 +139,10 @@ def tables() -> str:
         "peak whose kind no word says is the device's where PyTorch's loops or trainers ran. A loop of its own that is "
         "compiled leaves no holes (so an H200 was measured, docs/benchmarks.md). Where MaxText's row on a TPU of "
         "mid-2024 or later does not say what is recomputed, and all of it would not fit, what blocks are given waits "
-        "on the host, as its configurations have it. `most_gathered`: what XLA and DeepSpeed gather are products, not "
+        "on the host, as its configurations have it. XLA lays memory out before it runs, so that no holes arise; on a "
+        "TPU it fuses what goes into a product, and holds logits once, in 16 bits (recipes of four sources would not "
+        "fit with more). An AdamW that a row calls one with `foreach` makes its temporary whatever shards the weights, "
+        "as FSDP1's flat ones are. `most_gathered`: what XLA and DeepSpeed gather are products, not "
         "blocks. `keeps_gathered`: until July 2026 autograd keeps all that DeepSpeed's zero 3 gathers for blocks that "
         "are not computed again, where the model is built outside its `zero.Init` (its pull request 8189), as loops of "
         "their own do, or its own linear is turned off. `keeps_exchanged`: torchtitan's per-operator recompute keeps "
@@ -171,7 +175,7 @@ def tables() -> str:
         table(("where", "name", "value", "what it is"), formula_constants(ESTIMATORS)),
         "Numbers that act only where a stack has `stall` or `runs_ahead`, as nanotron has; read off one sweep. The "
         "first three are a threshold: jobs near it are the worst rows above.",
-        table(("where", "name", "value", "what it is"), formula_constants(("stalls",))),
+        table(("where", "name", "value", "what it is"), formula_constants(STALLS)),
     ]
     return "\n\n".join(parts)
 
@@ -242,17 +246,14 @@ def formula_constants(modules: Sequence[str]) -> list[tuple[str, str, str, str]]
     """(module, name, value, docstring) of every number in capitals at the top of an estimator's module."""
     found = []
     for module in modules:
-        path = files("shardwise.plan").joinpath(f"{module}.py")
-        if not path.is_file():
-            continue
-        text = path.read_text(encoding="utf-8")
+        text = files("shardwise.plan").joinpath(f"{module}.py").read_text(encoding="utf-8")
         body = ast.parse(text).body
         for node, after in zip(body, [*body[1:], None], strict=True):
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
                 continue
             name, value = node.targets[0].id, ast.get_source_segment(text, node.value) or ""
             if name.isupper() and _has_numbers(node.value) and len(value) < 500:
-                found.append((module, f"`{name}`", f"`{' '.join(value.split())}`", _docstring(after)))
+                found.append((module.split("/")[-1], f"`{name}`", f"`{' '.join(value.split())}`", _docstring(after)))
     return found
 
 
