@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from published.attention import SDPA
-from published.stacks import GATHERS_AGAIN, KERNELS, LIBRARY, TWICE_LOSS, UNFUSED_LOSS
+from published.score import predict
+from published.stacks import GATHERS_AGAIN, KERNELS, LIBRARY, ONCE, TWICE_LOSS, UNFUSED_LOSS
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
@@ -169,6 +170,8 @@ def test_attention_without_dropout_keeps_its_probabilities_once() -> None:
         ({"notes": "a loop of its own, fused AdamW", "date": "2024-06"}, True),
         ({"notes": "a loop of its own, no fused AdamW", "date": "2024-06"}, False),
         ({"notes": "a loop of its own", "date": "2024-06", "gpu": "gaudi2"}, True),
+        ({"notes": "a loop of its own, PyTorch FSDP full_shard", "date": "2026-06"}, True),
+        ({"notes": "a loop of its own, PyTorch FSDP full_shard, AdamW with foreach", "date": "2026-06"}, False),
     ],
 )
 def test_adamw_of_a_date_goes_over_all_parameters_at_once(cells: dict[str, str], fused: bool) -> None:
@@ -245,6 +248,21 @@ def test_what_blocks_are_given_waits_on_the_host_of_a_tpu_where_it_would_not_fit
     assert not some.offload.activations, "one that fits"
     said = variant("new-2", **BARE | {"notes": "gradient checkpointing whose inputs are offloaded"}).plan
     assert said.offload.activations
+
+
+def test_xla_lays_memory_out_before_it_runs_and_a_tpu_holds_logits_once() -> None:
+    """So what a row of a TPU leaves open is what fits, to the byte; elsewhere a tenth is in doubt."""
+    jax = BARE | {"source": "MaxText", "interconnect": "", "date": "2025-06", "precision": "bf16"}
+    stacks = [variant("new-2", **jax | {"gpu": gpu}).stack for gpu in ("tpu-v6e", "h100")]
+    assert [stack.logit_bytes for stack in stacks] == [ONCE, load_stack("jax").logit_bytes]
+    assert load_stack("jax").fragmentation == 0.0
+    job = {
+        "gpu": "tpu-v6e", "d_model": "8192", "n_gpus": "256", "zero_stage": "3", "seq_len": "4096",
+        "global_batch": "1024", "micro_batch": "4", "activation_checkpoint": "",
+    }  # fmt: skip
+    for layers in range(60, 100, 4):
+        row = variant("new-2", **jax | job | {"n_layers": str(layers)})
+        assert row.plan.offload.activations or predict(row).fits, (layers, row.assumed)
 
 
 def test_loops_that_are_compiled_leave_no_holes_and_forks_are_no_paths() -> None:

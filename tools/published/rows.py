@@ -218,14 +218,15 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
     profile = profile_of(spec)
     some = (Recompute(mode="ops"), *PARTS) if is_open and stack.name not in WHOLE else ()
     tried = (plan.recompute, *some, Recompute(mode="blocks"))
+    on_tpu = stack.name == "jax" and re.search(TPU, cells["gpu"].lower()) is not None
     for recompute in tried:
         one = replace(plan, recompute=recompute)
         memory = estimate_memory(profile, one, work, stack=stack, device=cluster.device)
-        if memory.device - memory.held <= (1.0 if recompute in PARTS else DOUBT) * memory.limit:
+        if memory.device - memory.held <= (1.0 if on_tpu or recompute in PARTS else DOUBT) * memory.limit:
             if recompute != plan.recompute:
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
-    if is_open and stack.name == "jax" and re.search(TPU, cells["gpu"].lower()) and cells.year >= HOSTED:
+    if is_open and on_tpu and cells.year >= HOSTED:
         cells.assume("recompute=blocks whose inputs wait on the host, as MaxText's configurations of TPUs have it")
         return replace(plan, recompute=Recompute(mode="blocks"), offload=replace(plan.offload, activations=True))
     if is_open and stack.name in WHOLE and plan.axes.pp == 1:

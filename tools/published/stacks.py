@@ -93,6 +93,9 @@ UNFUSED_LOSS = 12.0
 """Bytes per logit of transformers' loss: in fp32 the log-softmax, its gradient and that of what it was made from."""
 IN_PLACE = 4.0
 """Bytes per logit of unsloth's own kernel, which writes the gradient over a copy of the logits, in 16 bits."""
+ONCE = 2.0
+"""Bytes per logit of JAX on a TPU: in 16 bits, once. XLA fuses what goes into a product there, so that the gradient of
+the logits is made in both products that it is for (recipes of four sources would not fit with more)."""
 SLICED = 0.5
 """Bytes per logit of a loss that never holds all of them."""
 CUT = 2024.9
@@ -220,6 +223,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, reduce_bucket=float(bucket.group(1)) / (2 if alone else 1))
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
         stack = replace(stack, offloads_weights=True)
+    if name == "jax" and re.search(TPU, cells["gpu"].lower()):
+        stack = replace(stack, logit_bytes=ONCE)
     if name == "jax" and cells.noted(_KEPT_ATTENTION):
         stack = replace(stack, keeps_attention=True)
     layers = offloaded_layers(cells)
@@ -312,7 +317,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack.name in TORCH
         and plain
         and cells.year >= NONE
-        and (cells.year < FOREACH if trainer else not engine(cells))
+        and (cells.year < FOREACH if trainer else not engine(cells) or cells.has(r"\bforeach\b"))
     ):
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
         stack = replace(stack, steps_singly=bool(re.search(_OWN_STEPS, cells["optimizer"].lower())))
