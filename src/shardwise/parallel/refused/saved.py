@@ -57,8 +57,8 @@ def _mark(name: str, tensor: Tensor, where: _Where) -> None:
 
 def _refuse(what: str, where: _Where, _protocol: int) -> NoReturn:
     raise UsageError(
-        f"a part of a model is pickled (torch.save, an object that is sent): found {what} under `{where.plan}` on "
-        f"rank {where.rank}, which without those of the other ranks is no model; needed: sw.Store(path).save(state) on "
-        "every rank, which loads under any plan, and `shardwise ckpt export` or sw.export_hf for one file of all; or whole "
-        "tensors, `weight.full_tensor()` on every rank (docs/checkpoints.md)"
+        f"a part of a model is pickled (torch.save, an object that is sent): found {what} under `{where.plan}` "
+        f"on rank {where.rank}, which without those of the other ranks is no model; needed: "
+        "sw.Store(path).save(state) on every rank, which loads under any plan, and `shardwise ckpt export` or "
+        "sw.export_hf for one file of all; or whole tensors, `weight.full_tensor()` on every rank (docs/checkpoints.md)"
     )
