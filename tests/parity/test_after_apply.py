@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -92,6 +96,56 @@ def test_parameters_that_change_after_apply(world: World, text: str, what: str) 
         assert all(f"was {what} after apply" in str(message) for message in found)
     else:
         assert found == [pytest.approx(world(1, changed, "dp1 / fp64", what)[0], rel=1e-12)] * 2
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+SAVED: dict[str, Callable[[Placed], Any]] = {
+    "state_dict": lambda placed: {"model": placed.module.state_dict()},
+    "of a block": lambda placed: placed.module.get_submodule(f"blocks.{placed.mesh.rank % 2}").state_dict(),
+    "on the CPU": lambda placed: {name: value.cpu() for name, value in placed.module.state_dict().items()},
+    "parameters": lambda placed: list(placed.parameters()),
+    "whole": lambda placed: {name: full(value).clone() for name, value in placed.module.state_dict().items()},
+}
+
+
+def saved(text: str, what: str, folder: str) -> str:
+    """What `torch.save` says after a step; nothing where it saves. Torch's DCP, on all ranks, saves under each plan."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Chain, plan, mesh, seed=3)
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda out, x: mean_over((out - x).square()))
+        step(torch.ones(4, DIM))
+        dcp.save(placed.module.state_dict(), checkpoint_id=folder)
+        try:
+            torch.save(SAVED[what](placed), io.BytesIO())
+        except UsageError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "found"),
+    [
+        *[("fsdp2", what, "its part (3, 6) of") for what in ("state_dict", "of a block", "on the CPU", "parameters")],
+        *[("pp2 / 1f1b mb2", what, "a layer of blocks.") for what in ("state_dict", "parameters")],
+        ("fsdp2", "whole", ""),
+        ("dp2", "state_dict", ""),
+    ],
+)
+def test_a_save_of_a_part_of_a_model_is_refused(world: World, text: str, what: str, found: str, tmp_path: Path) -> None:
+    for rank, said in enumerate(world(2, saved, text, what, str(tmp_path))):
+        assert f"found {found}" in said if found else not said, said
+        assert not found or f"on rank {rank}, which without those of the other ranks is no model" in said
 
 
 def unfrozen_late(text: str) -> str:
@@ -216,7 +270,8 @@ class Forces(nn.Module):
         x = x.requires_grad_()
         energy = x
         for block in self.blocks:
-            energy = torch.tanh(block(energy))
+            energy = block(energy)
+        energy = torch.tanh(energy)
         return torch.autograd.grad(energy.sum(), x, create_graph=True)[0] if self.inside else energy
 
 
@@ -231,7 +286,8 @@ def second(text: str, inside: bool, since: int = 0) -> list[float] | str:
 
     with open_mesh(plan) as mesh:
         rules = columns if plan.axes.tp > 1 else None
-        placed = apply(lambda: Forces(inside), plan, mesh, seed=3, sample=torch.ones(2, DIM), rules=rules)
+        sample = None if plan.axes.pp > 1 else torch.ones(2, DIM)  # a pipeline is traced by the first step, too
+        placed = apply(lambda: Forces(inside), plan, mesh, seed=3, sample=sample, rules=rules)
         rows = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         own = rows.tensor_split(mesh.batch.size)[mesh.batch.rank]
         try:
@@ -249,7 +305,7 @@ def test_derivatives_of_derivatives(world: World, inside: bool) -> None:
     """
     one = world(1, second, "dp1 / fp64", inside)[0]
     assert world(2, second, "dp2 / fp64", inside) == [pytest.approx(one, rel=1e-12)] * 2
-    for text in ("fsdp2 / fp64", "tp2 / fp64"):
+    for text in ("fsdp2 / fp64", "tp2 / fp64", *(("pp2 / gpipe mb2 / fp64",) if inside else ())):
         assert all("[module.second-derivatives]" in str(found) for found in world(2, second, text, inside))
 
 

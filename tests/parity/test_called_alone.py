@@ -70,6 +70,7 @@ def test_a_rank_that_loses_another_names_the_cause(world: World, text: str) -> N
     """Without `shardwise run`, which shows the first error alone, its own was all that it said: a closed connection."""
     echo, cause = world(2, failing, text)
     assert cause[0] == "'labels'" and not any("lost" in note for note in cause)
+    assert any("is called where the last stage is" in note for note in cause) == text.startswith("pp2")
     assert echo[-1] == "This rank lost another one. What ended that: rank 1: KeyError: 'labels'"
 
 

@@ -214,13 +214,20 @@ class Together(nn.Module):
             "normalized": lambda: F.normalize(x, dim=-1) + x.norm(dim=1, keepdim=True),
             "norm of all": lambda: x / x.norm(),
             "batch norm": lambda: self.after(x) + x.mean(-1, keepdim=True),
+            "kept": lambda: self.keep(x, x.mean(0).square().sum()),
+            "mean kept": lambda: self.keep(x, x.square().mean()),
             "counted": lambda: x + torch.zeros(DIM).double().index_add(0, chosen, x[:, 0]).shape[0],
         }
         return made[kind]()
 
+    def keep(self, x: Tensor, number: Tensor) -> Tensor:
+        """As the balancing losses of routers, which the loss function takes from there."""
+        self.number = number
+        return x
+
 
 @pytest.mark.parametrize(
-    "kind", ["normed", "scaled", "capacity", "attended", "negatives", "balanced", "divided", "norm of all"]
+    "kind", ["normed", "scaled", "capacity", "attended", "negatives", "balanced", "divided", "norm of all", "kept"]
 )
 def test_rows_of_other_rows_are_said_where_no_rank_can_call_the_model_alone(world: World, kind: str) -> None:
     """Each part had its own norm, capacity or balance, without a word under sharded parameters and pipelines."""
@@ -230,7 +237,9 @@ def test_rows_of_other_rows_are_said_where_no_rank_can_call_the_model_alone(worl
         assert told.startswith("forward makes something of all rows that it is given: `") and "2 parts" in told
 
 
-@pytest.mark.parametrize("kind", ["mean", "written down", "looked up", "normalized", "batch norm", "counted"])
+@pytest.mark.parametrize(
+    "kind", ["mean", "written down", "looked up", "normalized", "batch norm", "counted", "mean kept"]
+)
 def test_rows_that_are_their_own_are_not_said(world: World, kind: str) -> None:
     loss = added if kind in ("mean", "written down") else loss_fn
     assert world(2, said, "fsdp2 / blocks=blocks.*", partial(Together, kind), loss) == [[], []]

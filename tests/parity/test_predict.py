@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 import shardwise as sw
 from shardwise.errors import UsageError
@@ -95,6 +97,11 @@ def refused(text: str, what: str) -> str:
         placed = sw.apply(gpt if plan.axes.cp > 1 else Net, plan, mesh, seed=2)
         windows: Any = sw.eval_batches(dataset(), plan.batch, mesh, global_size=5)
         windows = dataset()[0] if what == "batch" else windows
+        if what in ("sampler", "batch sampler"):
+            by_rank = DistributedSampler(dataset(), num_replicas=mesh.batch.size, rank=mesh.batch.rank)
+            own = BatchSampler(by_rank, 4, drop_last=False)
+            as_given: Any = {"sampler": by_rank} if what == "sampler" else {"batch_sampler": own}
+            windows = DataLoader(dataset(), **as_given)
         with pytest.raises(UsageError) as caught:
             sw.predict(placed, functions.get(what, lambda y, b: y), windows)
     return str(caught.value)
@@ -119,6 +126,12 @@ def test_what_is_no_result_per_row(world: World, what: str, said: str) -> None:
 def test_parts_of_rows_and_results_that_differ_between_ranks(world: World) -> None:
     assert all("needed a plan without cp" in said for said in world(2, refused, "cp2 / fp64", "rows"))
     assert all("rows of shapes (1,), (2,)" in said for said in world(2, refused, "dp2 / fp64", "widths"))
+
+
+@pytest.mark.parametrize("what", ["sampler", "batch sampler"])
+def test_a_sampler_that_repeats_samples(world: World, what: str) -> None:
+    for said in world(2, refused, "dp2 / fp64", what):
+        assert "a DistributedSampler over 23 samples, which gives 12 to each of 2 ranks, and so repeats 1," in said
 
 
 def nothing(text: str) -> Any:

@@ -42,6 +42,7 @@ from shardwise.parallel.refused.limits import refuse_limits
 from shardwise.parallel.refused.other_weights import refuse_other_weights
 from shardwise.parallel.refused.own_steps import refuse_own_steps
 from shardwise.parallel.refused.parts_torch_private import mind_parts
+from shardwise.parallel.refused.saved import refuse_saves
 from shardwise.parallel.refused.written import watch_weights
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.parallel.ties import bind_stages, find_ties
@@ -141,6 +142,7 @@ def _watch(placed: Placed) -> None:
                 watch_forwards(part.run)
                 explain_errors(part.root)
     refuse_copies_and_loads(placed)
+    refuse_saves(placed)
     refuse_own_steps(placed)
 
 

@@ -28,6 +28,7 @@ from shardwise.parallel.module_torch_private import hooks_of
 from shardwise.parallel.named import collections_kept
 from shardwise.parallel.placed import Batch, Part, Placed
 from shardwise.parallel.precision import compute_type
+from shardwise.parallel.refused.derivatives import FirstOrder
 from shardwise.parallel.stages.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
 from shardwise.parallel.stages.transport import Shapes, Transport
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
@@ -206,7 +207,8 @@ def _traced(
     root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: tuple[str, ...], *, says: bool
 ) -> Chain:
     """`trace_chain`, of which what a script's hooks collect keeps nothing; that they do is warned of."""
-    with collections_kept(hook for module in root.modules() for hook in hooks_of(module)) as collected:
+    hooks = (hook for module in root.modules() for hook in hooks_of(module))
+    with collections_kept(hooks) as collected, FirstOrder():  # which torch ends in words of its engine, without data
         chain = trace_chain(root, args, kwargs, blocks)
     if collected and says:
         with suppress(Warning):  # `-W error` does not end a run that may be meant so

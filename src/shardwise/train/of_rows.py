@@ -35,6 +35,7 @@ PARTS = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Of a sum; of half types a tenth."""
 LossFn = Callable[[Any, Any], Any]
+_OfPart = Callable[[int, int], Any]
 
 
 class Repeatable:
@@ -72,6 +73,10 @@ class _TooMuchError(Exception):
     """What is called may write into too many numbers to put them back."""
 
 
+class _DrawsError(Exception):
+    """What is called draws, other numbers for a part than for the whole."""
+
+
 class _NotAloneError(Exception):
     """What was called once more is about to meet other ranks, which do not call it."""
 
@@ -93,7 +98,7 @@ def _by_itself() -> Iterator[None]:
         sys.setprofile(other)
 
 
-def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
+def unlike_parts(loss_fn: LossFn, output: Any, batch: Any, *, later: bool = False) -> str:
     """How the loss of some rows differs from what the losses of their parts make; empty: it does not.
 
     Or nobody can tell: of outputs of which no tensor has these rows, of one row, of a loss that draws or fails on
@@ -104,9 +109,10 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
         loss_fn: of which `Repeatable` holds.
         output: of the model.
         batch: the micro-batch that it is of.
+        later: of the second call for the same rows, which reads what the first has kept of them.
 
     Cost: three times the loss function, twice that where some have no rows, on `ENOUGH` numbers of the output or two
-    rows, without gradients.
+    rows, without gradients; six times, `later`.
     """
     tensors = {path: leaf for path, leaf in leaves(output) if isinstance(leaf, torch.Tensor)}
     is_plain = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta for t in tensors.values())
@@ -128,13 +134,34 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
 
     tolerance = max(_TOLERANCE.get(t.dtype, 0.1) for t in of_rows.values())
     device = next(iter(of_rows.values())).device
-    as_it_is = _of_pieces(lambda start, stop: loss(start, stop, 1), loss_fn, count, device, tolerance)
+    asked = partial(_second, partial(_kept, loss_fn, device), device) if later else _once
+
+    as_it_is = _of_pieces(asked(lambda start, stop: loss(start, stop, 1)), loss_fn, count, device, tolerance)
     if not (as_it_is and sums):
         return as_it_is
     as_sum = _of_pieces(
-        lambda start, stop: loss(start, stop, (stop - start) / count), loss_fn, count, device, tolerance
+        asked(lambda start, stop: loss(start, stop, (stop - start) / count)), loss_fn, count, device, tolerance
     )
     return as_sum and as_it_is
+
+
+def _once(loss: _OfPart) -> _OfPart:
+    return loss
+
+
+def _second(kept: Callable[[], Any], device: torch.device, loss: _OfPart) -> _OfPart:
+    """The loss of a part when it is asked for it again, from one state of what it keeps: that of no other part."""
+
+    def again(start: int, stop: int) -> Any:
+        before = states(device)
+        with kept():
+            loss(start, stop)
+            result = loss(start, stop)
+            if states(device) != before:
+                raise _DrawsError
+        return result
+
+    return again
 
 
 def remembers(loss_fn: LossFn, output: Any, batch: Any, before: Mapping[str, bytes], given: Any) -> str:
@@ -230,13 +257,17 @@ class OfModel:
 
         self._loss = loss
 
-    def unlike_parts(self) -> str:
+    def unlike_parts(self, *, later: bool = False) -> str:
         """See the function of this name.
 
-        Cost: three forwards of at most eight rows, without gradients; less where one calls other ranks, or the
-        compiler.
+        Cost: three forwards of at most eight rows, without gradients, six `later`; less where one calls other ranks,
+        or the compiler.
         """
-        return _of_pieces(self._loss, self._reaches, self._rows, self._device, self._tolerance) if self._can else ""
+        if not self._can:
+            return ""
+        kept = partial(_kept, self._reaches, self._device)
+        loss = _second(kept, self._device, self._loss) if later else self._loss
+        return _of_pieces(loss, self._reaches, self._rows, self._device, self._tolerance)
 
     def remembers(self) -> str:
         """How the loss of some rows differs when the model has seen others before; empty: it does not, as far as told.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from shardwise.errors import UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, to_device
@@ -66,12 +68,20 @@ def go_through(placed: Placed, windows: Iterable[Any], a_pass: Pass) -> None:
 
 
 def check_several(windows: Iterable[Any], doing: str) -> None:
-    """Refuse one batch: going through it gives rows, or the names of a dict, which would be taken for batches."""
+    """Refuse one batch, whose rows, or the names of a dict, would be taken for batches, and samples that come twice."""
     is_row_of_parts = isinstance(windows, tuple) and any(isinstance(part, torch.Tensor) for part in windows)
     if isinstance(windows, torch.Tensor | Mapping | Window) or is_row_of_parts:
         raise UsageError(
             f"{doing}: found one batch ({type(windows).__name__}); needed: windows of eval_batches, or several "
             "batches; give a list of it: [batch]"
+        )
+    sampler = getattr(windows.batch_sampler, "sampler", windows.sampler) if isinstance(windows, DataLoader) else None
+    if isinstance(sampler, DistributedSampler) and sampler.total_size > (rows := len(cast(Sized, sampler.dataset))):
+        raise UsageError(
+            f"{doing}: found a DataLoader with a DistributedSampler over {rows} samples, which gives "
+            f"{sampler.num_samples} to each of {sampler.num_replicas} ranks, and so repeats "
+            f"{sampler.total_size - rows}, which would count again; needed: each once, as "
+            "sw.eval_batches(dataset, plan.batch, mesh) and data.evaluation(dataset) give them"
         )
 
 

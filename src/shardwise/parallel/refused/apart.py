@@ -90,11 +90,11 @@ class Rows(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
                 self._marks[tensor], self._by[tensor] = mark, by
         return result
 
-    def learned(self, output: Any) -> str:
-        """What a forward has returned that is of all rows, and that gradients go through; empty: nothing."""
+    def learned(self, output: Any, does: str = "returns") -> str:
+        """What a forward has returned, or left, that is of all rows, and that gradients go through; empty: nothing."""
         for tensor in tensors_in(output):
             if not self.found and self._marks.get(tensor) is Of.ALL and tensor.requires_grad:
-                self.found = f"{self._by[tensor]}, in a tensor {tuple(tensor.shape)} that it returns"
+                self.found = f"{self._by[tensor]}, in a tensor {tuple(tensor.shape)} that it {does}"
         return self.found
 
     def _of(self, func: Any, call: Call, result: Any) -> tuple[Split | Of | None, str]:

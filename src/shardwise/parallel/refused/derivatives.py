@@ -37,7 +37,7 @@ def first_order(function: Callable[..., Any], look: Callable[..., None]) -> Call
 
     Cost: two microseconds per operation of the loss.
     """
-    watching = _FirstOrder()
+    watching = FirstOrder()
 
     @partial(update_wrapper, wrapped=function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -59,13 +59,19 @@ def watch_forwards(root: nn.Module) -> None:
         if seen or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         seen.append(True)
-        with _FirstOrder():
+        with FirstOrder():
             return forward(*args, **kwargs)
 
     wrap_forward(root, watched)
 
 
-class _FirstOrder(TorchFunctionMode):
+class FirstOrder(TorchFunctionMode):
+    """Within it, derivatives of derivatives are refused.
+
+    Raises:
+        ModelError: at `torch.autograd.grad(..., create_graph=True)`.
+    """
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

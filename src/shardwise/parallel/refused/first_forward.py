@@ -83,11 +83,16 @@ class _Look:
                 self.end(self.root)
                 raise
             finally:
-                self._say_of(rows.learned(output))
+                self._say_of(rows.learned(output) or rows.learned(self._kept(), "keeps, and a loss function may take"))
             self.end(self.root)
             return output
 
         wrap_forward(self.root, run)
+
+    def _kept(self) -> list[Any]:
+        """Tensors that modules hold as plain attributes: what a loss function reads there beside the output."""
+        plain = (value for module in self.root.modules() for value in vars(module).values())
+        return [value for value in plain if isinstance(value, torch.Tensor)]
 
     def _say_of(self, met: str) -> None:
         if met:

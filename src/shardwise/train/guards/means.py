@@ -39,7 +39,6 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     one rank at parts of it, see `unlike_parts`; two passes over weights of which that rank has the whole.
     """
     parts = placed.mesh.batch.size * placed.plan.batch.micro_batches
-    is_called_often = placed.plan.batch.micro_batches > 1
     if parts == 1:
         return loss_fn
     weights = dict(values_of(placed.parts[0].root)) if placed.mesh.tells and not communicating(placed) else {}
@@ -49,7 +48,7 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     @partial(update_wrapper, wrapped=loss_fn, updated=())
     def call(output: Any, batch: Any) -> Any:
         number = next(calls)
-        before = states(placed.mesh.device) if is_called_often and not number else {}
+        before = states(placed.mesh.device) if not number else {}
         with looks if number % _EVERY == 0 else nullcontext(), repeatable.watched() if not number else nullcontext():
             result = loss_fn(output, batch)
         if not number:
@@ -59,25 +58,10 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
                     f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
                     "needed: a sum and its weight: sw.token_cross_entropy(logits, labels), or sw.Loss(sum, weight)"
                 )
-            elif (
-                placed.mesh.tells
-                and repeatable.holds
-                and is_called_often
-                and (said := remembers(loss_fn, output, batch, before, result))
-            ):
-                _warn(
-                    f"the loss function keeps something of one call for the next: {said}; it is called for each "
-                    f"micro-batch, {placed.plan.batch.micro_batches} times in a step of `{placed.plan}` and once in "
-                    "one of a plan without micro-batches, so that what it keeps (a hidden state, a mean, a count) is "
-                    "of other rows; needed: what a step keeps for the next one changed in the loop, after the step, "
-                    "or a plan with mb1 (docs/loss.md)"
-                )
-            elif (
-                placed.mesh.tells
-                and repeatable.holds
-                and (said := _unlike_parts(loss_fn, placed, output, batch, weights))
-            ):
-                _warn(said.format(plan=plan))
+            elif placed.mesh.tells and repeatable.holds:
+                said = _of_memory(loss_fn, placed, output, batch, remembers(loss_fn, output, batch, before, result))
+                if said := said or _unlike_parts(loss_fn, placed, output, batch, weights):
+                    _warn(said.format(plan=plan))
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
             _warn(
@@ -88,6 +72,32 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
         return result
 
     return call
+
+
+_CALLED_OFTEN = (
+    "the loss function keeps something of one call for the next: {said}; it is called for each micro-batch, {times} "
+    "times in a step of `{of}` and once in one of a plan without micro-batches, so that what it keeps (a hidden state, "
+    "a mean, a count) is of other rows; needed: what a step keeps for the next one changed in the loop, after the "
+    "step, or a plan with mb1 (docs/loss.md)"
+)
+_OF_ALL = (
+    "{what} keeps something of all rows of one call for the next (a mean, a largest number), and reads it: {said}; "
+    "{{plan}}, each with what it has kept of its own rows, which is another training than that of one process; needed: "
+    "what is kept summed over ranks first (mesh.all_reduce_sum), or changed in the loop by the step's numbers, which "
+    "are of all rows (m.loss) (docs/loss.md)"
+)
+
+
+def _of_memory(loss_fn: Callable[[Any, Any], Any], placed: Placed, output: Any, batch: Any, found: str) -> str:
+    """What is wrong with what a loss function keeps, if something is found: of other rows, or of all that it is given.
+
+    What it keeps of each row, or counts, is right where a rank's rows follow those of the same rank.
+    """
+    times = placed.plan.batch.micro_batches
+    if found and times > 1:
+        return _CALLED_OFTEN.format(said=found, times=times, of=placed.plan)
+    said = unlike_parts(loss_fn, output, batch, later=True) if found else ""
+    return said and _OF_ALL.format(what="the loss function", said=said)
 
 
 _ADDS_UP = (
@@ -140,9 +150,12 @@ def _unlike_parts(
 
 
 def _of_model(of_model: OfModel, placed: Placed) -> str:
-    """Rows of a rank follow those of the same rank, but for micro-batches."""
-    if placed.plan.batch.micro_batches > 1 and (said := of_model.remembers()):
-        return _KEPT.format(said)
+    """Rows of a rank follow those of the same rank, but for micro-batches; what is kept of all rows does not."""
+    if found := of_model.remembers():
+        if placed.plan.batch.micro_batches > 1:
+            return _KEPT.format(found)
+        said = of_model.unlike_parts(later=True)
+        return said and _OF_ALL.format(what="the model", said=said)
     if not (said := of_model.unlike_parts()):
         return ""
     if of_model.returns_numbers:

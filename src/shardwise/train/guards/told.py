@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import UsageError
+from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.placed import Placed
 from shardwise.train.guards.means import remarked_means
 from shardwise.train.scaled import refuse_scaler
@@ -43,15 +43,18 @@ def told(loss_fn: Callable[..., Any], placed: Placed | None = None) -> Callable[
     def call(output: Any, batch: Any) -> Any:
         try:
             return loss_fn(output, batch)
-        except (TypeError, AttributeError) as error:
+        except Exception as error:
             found = f"was given {_kind(output)} as the output, and {_kind(batch)} as the micro-batch"
             if str(error) == f"'{type(output).__name__}' object is not callable":
                 raise UsageError(f"the loss function {name} calls what it is given: it {found}; {_NEEDED}") from error
-            error.add_note(f"The loss function {name} {found}; {_NEEDED}.")
-            raise
-        except RuntimeError as error:
-            if _MIXED in str(error):
+            if isinstance(error, TypeError | AttributeError):
+                error.add_note(f"The loss function {name} {found}; {_NEEDED}.")
+            if isinstance(error, RuntimeError) and _MIXED in str(error):
                 error.add_note(f"The loss function {name} was given {_kind(output)} as the output; {_WHOLE}.")
+            if placed is not None and placed.pipeline is not None and not isinstance(error, ShardwiseError):
+                error.add_note(
+                    f"The loss function {name} is called where the last stage is, `{placed.plan}`: {_STAGED}."
+                )
             raise
 
     return call if placed is None else remarked_means(call, placed)
@@ -70,6 +73,10 @@ _WHOLE = (
     "what ranks have parts of (logits under `loss-parallel`, weights under `tp`) is a DTensor; needed: "
     "sw.token_cross_entropy, which takes such logits, or the whole, `output.full_tensor()`, `weight.full_tensor()`; or "
     "a plan without loss-parallel"
+)
+_STAGED = (
+    "what hooks of modules collect, or modules keep as attributes, is there for that stage's layers alone; needed: a "
+    "forward that returns all that the loss takes, or a plan without pp"
 )
 _NEEDED = (
     "needed: a function of the model's output and the micro-batch, `def loss_fn(output, batch)`, which the step calls "
