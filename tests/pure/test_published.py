@@ -13,7 +13,7 @@ import pytest
 import accuracy
 from published import COLUMNS, Row, read
 from published.cells import Cells, Skip
-from published.constants import ESTIMATORS, STALLS, formula_constants, tables
+from published.constants import ESTIMATORS, formula_constants, tables
 from published.models import _entries
 from published.page import page
 from published.rows import row_of
