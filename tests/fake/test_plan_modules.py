@@ -384,8 +384,8 @@ def test_no_neighbour_is_advertised_that_a_module_cannot_have(here: Path) -> Non
     _, found, _ = invoke("planned_net:Joined", "cpu:2", "--global-batch", "32")
     for text in (said, found):
         reasons = {each["field"]: each["reason"] for each in json.loads(text)["decisions"]}
-        assert reasons["axes.pp"] == "pp2: left out (module.chain)"
-        assert reasons["axes.tp"].startswith("tp2: left out (the sizes that it must divide are not known")
+        assert reasons["axes.pp"] == "pp2: left out: a forward that is not a chain of blocks (module.chain)"
+        assert reasons["axes.tp"].startswith("tp2: left out: the sizes that it must divide are not known")
 
 
 def test_what_does_not_train_gets_no_plan(here: Path) -> None:

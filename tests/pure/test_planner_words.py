@@ -364,6 +364,11 @@ def test_an_error_of_a_stack_or_of_a_forbidden_word_names_the_file(here: Path) -
     assert "p.toml: made_for.forbid: found 'ppp', which no plan has; did you" in str(invoke(explain, "p.toml")[2])
 
 
+def test_a_neighbour_that_is_refused_says_why_and_not_an_id_alone(here: Path) -> None:
+    shown = " ".join(invoke(plan, "gpt2-small", "h100:2x2", "--seq", "1024", "--global-batch", "8")[1].split())
+    assert "tp2: refused: tp=2 does not divide the 50257 tokens of the vocabulary of gpt2-small (tp.vocab)" in shown
+
+
 def test_what_has_no_effect_is_said(here: Path) -> None:
     """Notes and warnings of the constraints, which only `check` showed."""
     words = ("--model", "tiny", "--cluster", "cpu:4")
@@ -371,6 +376,7 @@ def test_what_has_no_effect_is_said(here: Path) -> None:
         ("dp4 / split=layers.1", "pp.schedule", "note"),
         ("dp4 / tf32", "precision.tf32", "note"),
         ("dp4 / bf16 bucket=50", "ddp.bucket", "warning"),
+        ("dp2", "world.idle", "note"),
     ):
         assert f"{kind}: [{id_}] " in invoke(estimate, text, *words)[1]
         for verb in (estimate, explain):

@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.findings import nearest
 from shardwise.plan.plan import MADE_FOR, Plan
 from shardwise.plan.rows.modules import used
-from shardwise.plan.searching.walk import Goal
+from shardwise.plan.searching.choice import Goal
 from shardwise.records import RecordError, as_dict, from_dict, located, read_file, write_file
 
 FILES = (".toml", ".json")

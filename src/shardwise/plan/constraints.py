@@ -105,10 +105,24 @@ def check(
 
 
 def passed(plan: Plan, read: Read, cluster: Cluster, workload: Workload) -> list[Finding]:
-    """Warnings and notes of a plan that nothing refuses: what of it has no effect, or another than it seems."""
+    """Warnings and notes of a plan that nothing refuses: what has no effect, and devices that it leaves idle."""
     kind, batch = "cpu" if cluster.device.name.startswith("cpu") else "cuda", workload.global_batch
     found = check(plan, spec=read, device=kind, global_batch=batch, seq_len=workload.seq_len)
-    return [finding for finding in found if finding.severity != "error"]
+    return [*_idle(plan, cluster), *(finding for finding in found if finding.severity != "error")]
+
+
+def _idle(plan: Plan, cluster: Cluster) -> list[Finding]:
+    if plan.world >= cluster.world:
+        return []
+    return [
+        Finding(
+            id="world.idle",
+            severity="note",
+            what=f"{cluster.world - plan.world:,} of the {cluster.world:,} devices of {cluster.name} are idle",
+            evidence=f"ranks of the plan = {plan.world:,}; numbers per device are those of its ranks",
+            fix="leave them to others, or use larger axes",
+        )
+    ]
 
 
 def refuse(findings: Iterable[Finding]) -> None:

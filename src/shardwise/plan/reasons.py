@@ -13,8 +13,9 @@ from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import SCHEDULES, Context, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
-from shardwise.plan.rows.modules import used
+from shardwise.plan.rows.modules import MODULES, used
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Goal, Search
+from shardwise.plan.searching.families import simplicity
 from shardwise.plan.searching.space import Space, features_of
 from shardwise.plan.spelled import spelled
 from shardwise.plan.timing import estimate_time
@@ -176,10 +177,9 @@ def _outcome(plan: Plan, best: Candidate, space: Space, goal: Goal) -> _Outcome 
         return None
     without = used(plan, space.left_out)
     if without:
-        return _Outcome((REFUSED, 0.0), f"left out ({next(iter(without.values()))})", plan)
-    row = space.broken(plan)
-    if row:
-        return _Outcome((REFUSED, 0.0), f"refused ({row})", plan)
+        return _Outcome((REFUSED, 0.0), f"left out: {_in_words(next(iter(without.values())))}", plan)
+    if why := space.why_refused(plan):
+        return _Outcome((REFUSED, 0.0), f"refused: {why}", plan)
     device = space.cluster.device
     try:
         workload = space.workload
@@ -202,6 +202,11 @@ def _outcome(plan: Plan, best: Candidate, space: Space, goal: Goal) -> _Outcome 
     if words := sorted({*space.forbid} & features_of(plan)):
         return _Outcome((FORBIDDEN, other.score(goal)), f"{found}, forbidden ({', '.join(words)})", plan)
     return _Outcome((is_tight, other.score(goal)), found, plan)
+
+
+def _in_words(why: str) -> str:
+    """What a limit of modules is, and its id; another reason as it is."""
+    return f"{MODULES[why].partition(': ')[2].partition(';')[0].rstrip('.')} ({why})" if why in MODULES else why
 
 
 def _with_recompute(plan: Plan, best: Candidate, space: Space) -> str:
@@ -233,17 +238,16 @@ def why_lost(other: Candidate, search: Search) -> str:
     """One sentence: by how much, and which terms made it."""
     best = search.best
     assert best is not None
+    ratio = other.score(search.goal) / best.score(search.goal) - 1
+    if ratio <= ALIKE and simplicity(best.plan) < simplicity(other.plan):
+        return SIMPLER
     if search.goal == "memory":
-        is_more = other.score("memory") > best.score("memory") * (1 + ALIKE)
-        return _gib(other, best) if is_more else SIMPLER
+        return _gib(other, best)
     share = other.plan.world / best.plan.world if search.goal == "cost" else 1.0  # device seconds
     names = sorted({*other.time.terms, *best.time.terms})
     gaps = {name: other.time.terms.get(name, 0.0) * share - best.time.terms.get(name, 0.0) for name in names}
     worst = [name for name in sorted(gaps, key=lambda name: -gaps[name]) if gaps[name] > 0.0005 * best.time.total][:2]
     because = ", ".join(f"{name} +{gaps[name] / best.time.total:.1%}" for name in worst)
-    ratio = other.score(search.goal) / best.score(search.goal) - 1
-    if ratio < 0.001:
-        return SIMPLER
     return f"{ratio:.1%} {'dearer' if search.goal == 'cost' else 'slower'}" + (f": {because}" if because else "")
 
 

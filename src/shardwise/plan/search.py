@@ -23,10 +23,11 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import refuse_frozen
 from shardwise.plan.plan import Plan
 from shardwise.plan.searching.bounds import Bounds
+from shardwise.plan.searching.choice import ALIKE, Candidate, Goal
 from shardwise.plan.searching.families import Flow
 from shardwise.plan.searching.front import front_of
 from shardwise.plan.searching.space import Space
-from shardwise.plan.searching.walk import ALIKE, EXACT, Candidate, Goal, Walk
+from shardwise.plan.searching.walk import EXACT, Walk
 from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.workload import Workload
 

@@ -10,9 +10,10 @@ import heapq
 import math
 
 from shardwise.plan.searching.bounds import Bounds
-from shardwise.plan.searching.families import Core, Flow, Leaf, Pipe
+from shardwise.plan.searching.choice import ALIKE, Candidate
+from shardwise.plan.searching.families import Family, Flow, Leaf
 from shardwise.plan.searching.space import Space
-from shardwise.plan.searching.walk import ALIKE, Candidate, Node, Walk
+from shardwise.plan.searching.walk import Walk
 
 APART = 0.02
 """Neighbours of a front differ by at least this share of their memory, so that it has some hundred points at most."""
@@ -50,32 +51,22 @@ class FrontWalk(Walk):
         found: list[Candidate] = []
         self.start()
         while self._heap and self.below >= least:
-            _, _, (size, *_), _, node = heapq.heappop(self._heap)
+            _, (_, size), _, _, node = heapq.heappop(self._heap)
             if isinstance(node, Candidate):
                 if node.needs <= self.below:
                     found.append(node)
                     self.below = node.needs * (1 - apart) if apart else math.nextafter(node.needs, 0.0)
             elif isinstance(node, Flow) and size > self.below:
                 self._follow(node)
-            elif isinstance(node, Flow):
-                self._divide_flow(node)
             elif size > self.below:
                 self.pruned["bound on memory"] += 1
-            elif isinstance(node, Core):
-                self._divide_core(node, set())
-            elif isinstance(node, Pipe):
-                self._divide_pipe(node)
-            else:
-                self._estimate(node)
+            elif (plan := self._divide(node, ())) and plan.needs <= self.below:
+                self._push(plan, plan.time.total, plan.needs, 0)
         return found
 
-    def _push(self, node: Node, seconds: float, size: float, world: int) -> None:
-        heapq.heappush(self._heap, (seconds, isinstance(node, Candidate), (size,), next(self._order), node))
+    def _push(self, node: Family | Candidate, seconds: float, size: float, world: int) -> None:
+        heapq.heappush(self._heap, (seconds, (isinstance(node, Candidate), size), next(self._order), seconds, node))
 
     def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None) -> None:
         if size <= self.below:
             super()._push_leaf(leaf, size, family)
-
-    def _keep(self, found: Candidate) -> None:
-        if found.needs <= self.below:
-            self._push(found, found.time.total, found.needs, 0)

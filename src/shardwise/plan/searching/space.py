@@ -41,7 +41,7 @@ from shardwise.plan.plan import (
 )
 from shardwise.plan.ranks.activations import Saving, saving_of
 from shardwise.plan.ranks.stages import loops_of
-from shardwise.plan.repair import Case, Read, Row, divisors
+from shardwise.plan.repair import Case, Hit, Read, Row, divisors
 from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
 from shardwise.plan.stack import Stack, stack_of
@@ -177,13 +177,20 @@ class Space:
         """Id of the first row of the table that refuses a plan; empty: none does."""
         return next(self._refusals(plan), "")
 
+    def why_refused(self, plan: Plan) -> str:
+        """What of a plan the first row that refuses it says, and its id; empty: none does."""
+        return next((f"{hit.what} ({row})" for row, hit in self._hits(plan)), "")
+
     def _refusals(self, plan: Plan, rows: Mapping[str, Row] = ROWS) -> Iterator[str]:
+        return (row for row, _ in self._hits(plan, rows))
+
+    def _hits(self, plan: Plan, rows: Mapping[str, Row] = ROWS) -> Iterator[tuple[str, Hit]]:
         batch = Batch(global_size=self.workload.global_batch, micro_batches=plan.batch.micro_batches)
         case = self._case.with_plan(plan.with_(batch=batch))
         for row in rows.values():
             hit = row.test(case)
             if hit is not None and hit.severity == "error":
-                yield row.id
+                yield row.id, hit
 
     def refuses(self, flow: Flow, zero: Zero = 0) -> str:
         """Id of a row of `FLOW_ROWS` that refuses a flow with such a `zero`; empty: none does."""

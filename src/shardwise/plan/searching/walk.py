@@ -7,19 +7,19 @@ import heapq
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import count
-from typing import Any, Literal, get_args
+from itertools import count, filterfalse
+from typing import get_args
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.hosting import host_share, on_host
-from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import ZERO_BUBBLE, Float8, Float8Kind, Plan, Schedule, Zero
 from shardwise.plan.repair import divisors
 from shardwise.plan.searching.bounds import Bounds
 from shardwise.plan.searching.bounds_pipes import PipeSizes
+from shardwise.plan.searching.choice import Candidate, Choice, Entry, Goal, bucket_of
 from shardwise.plan.searching.cores import Queue, one_recipe, queues_of
 from shardwise.plan.searching.families import (
     Core,
@@ -31,52 +31,15 @@ from shardwise.plan.searching.families import (
     layout_of,
     least_simplicity,
     pipe_of,
-    simplicity,
 )
 from shardwise.plan.searching.space import Space
-from shardwise.plan.timing import StepTime, estimate_time
+from shardwise.plan.timing import estimate_time
 
-Goal = Literal["time", "cost", "memory"]
-ALIKE = 0.002
-"""Width of a class of scores, relatively: of one class the simplest plan is preferred."""
 EXACT = 32
 """Beyond so many devices, of blocks that are cut alike but for how context is exchanged, and for sequence and loss
 parallelism, only the fastest is followed; and smaller micro-batches once larger ones have been."""
 ANY = -1
 """In place of a policy: a flow that still has the choice of all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A legal plan that fits, with its estimates."""
-
-    plan: Plan
-    memory: Memory
-    time: StepTime
-
-    @property
-    def layout(self) -> tuple[int, ...]:
-        """How the model itself is divided; runners-up differ in it."""
-        axes = self.plan.axes
-        return (axes.pp, axes.cp, axes.tp, axes.ep, self.plan.world)
-
-    def cost(self, price: float) -> float:
-        """Currency per step, from currency per device and hour."""
-        return self.time.total * self.plan.world * price / 3600
-
-    @property
-    def needs(self) -> float:
-        """Bytes of the device that it cannot do without: a full one gets back what the allocator holds."""
-        return self.memory.device - self.memory.held
-
-    def score(self, goal: Goal) -> float:
-        """What the goal makes least: seconds, device seconds, or bytes."""
-        if goal == "memory":
-            return self.needs
-        return self.time.total * (self.plan.world if goal == "cost" else 1)
-
-
-Node = Family | Candidate
 
 
 @contextmanager
@@ -104,16 +67,13 @@ class Walk:
         self.seen: list[Candidate] = []
         self.pruned: Counter[str] = Counter()
         self.estimated = 0
-        self._heap: list[tuple[float, bool, tuple[Any, ...], int, Node]] = []
+        self._heap: list[Entry] = []
         self._order = count()
         self._spreads: dict[Pipe, list[Spread]] = {}
         self._fitted: set[tuple[object, ...]] = set()
         self._others: dict[Core, tuple[Float8Kind, ...]] = {}
         self._behind: dict[Core, Queue] = {}
         """Of each core on the heap, those that are looked at when it is divided."""
-        self._best: dict[tuple[int, ...], tuple[float, tuple[object, ...]]] = {}
-        """Of each layout the least bucket of a candidate, and its `simplicity`; where one plan is asked for, of all."""
-        self._is_for_one = False
         cluster = space.cluster
         self._host = host_share(cluster)
         self.bounds = bounds or Bounds(space, host=self._host)
@@ -121,30 +81,55 @@ class Walk:
 
     @_without_collections()
     def run(self, top: int) -> list[Candidate]:
-        """The best candidate of each of the `top` best layouts."""
+        """The best candidate of each of the `top` best layouts: of those as good as the fastest left, the simplest."""
         ranked: dict[tuple[int, ...], Candidate] = {}
-        self._is_for_one = top == 1
         self.start()
-        while self._heap and len(ranked) < top:
-            bucket, _, plain, _, node = heapq.heappop(self._heap)
-            if isinstance(node, Candidate):
-                ranked.setdefault(node.layout, node)
-            elif isinstance(node, Core):
-                self._divide_core(node, set(ranked))
-                self._push_next(self._behind.pop(node))
-            elif (layout := layout_of(pipe_of(node))) in ranked:
-                self.pruned["slower than its layout's best"] += 1
-            elif self._best.get(self._rival(layout), (math.inf, ())) < (bucket, plain):
-                self.pruned["no simpler than what is as good"] += 1
-            elif isinstance(node, Pipe):
-                self._divide_pipe(node)
-            elif isinstance(node, Flow):
-                self._divide_flow(node)
-            else:
-                self._estimate(node)
+        while len(ranked) < top and (best := self._next(ranked)):
+            ranked[best.layout] = best
         if self._heap:
             self.pruned[f"bound on {'memory' if self.goal == 'memory' else 'time'}"] += len(self._heap)
         return list(ranked.values())
+
+    def _next(self, ranked: Collection[tuple[int, ...]]) -> Candidate | None:
+        """The simplest of the candidates of other layouts that are as good as the best of them.
+
+        Families that can change nothing of that are put aside, for the layouts that follow.
+        """
+        choice, aside = Choice(self.goal), list[Entry]()
+        for each in self.seen:
+            if each.layout not in ranked:
+                choice.add(each)
+        while True:
+            if not self._heap or self._heap[0][0] > choice.bucket:
+                again, aside = filter(choice.may_change, aside), list(filterfalse(choice.may_change, aside))
+                self._heap += again
+                heapq.heapify(self._heap)
+                if not self._heap or self._heap[0][0] > choice.bucket:
+                    break
+            entry = heapq.heappop(self._heap)
+            node = entry[-1]
+            if not isinstance(node, Core) and layout_of(pipe_of(node)) in ranked:
+                self.pruned["slower than its layout's best"] += 1
+            elif not isinstance(node, Core) and not choice.may_change(entry):
+                aside.append(entry)
+            elif found := self._divide(node, ranked):
+                choice.add(found)
+        self._heap += aside
+        heapq.heapify(self._heap)
+        return choice.best
+
+    def _divide(self, node: Family, ranked: Collection[tuple[int, ...]]) -> Candidate | None:
+        """Put the parts of a family on the heap; of a plan, what it is estimated to be where it may be one."""
+        if isinstance(node, Core):
+            self._divide_core(node, ranked)
+            self._push_next(self._behind.pop(node))
+        elif isinstance(node, Pipe):
+            self._divide_pipe(node)
+        elif isinstance(node, Flow):
+            self._divide_flow(node)
+        else:
+            return self._estimate(node)
+        return None
 
     def start(self) -> None:
         """Put all cores on the heap."""
@@ -178,7 +163,7 @@ class Walk:
         if not self._fits(alike[0]):
             return None
         if len(alike) > 1 and self.goal != "memory":
-            alike.sort(key=lambda core: _bucket(self.bounds.core_time(core)))
+            alike.sort(key=lambda core: bucket_of(self.bounds.core_time(core)))
         return next(filter(self._fits, alike))
 
     def _fits(self, core: Core) -> bool:
@@ -189,7 +174,7 @@ class Walk:
     def _push(self, node: Family, seconds: float, size: float, world: int) -> None:
         """Put a node where the least that its plans can score belongs."""
         least = size if self.goal == "memory" else seconds * (world if self.goal == "cost" else 1)
-        heapq.heappush(self._heap, (_bucket(least), False, least_simplicity(node), next(self._order), node))
+        heapq.heappush(self._heap, (bucket_of(least), least_simplicity(node), next(self._order), least, node))
 
     def _least_time(self, pipe: Pipe, policy: int) -> float:
         if self.goal == "memory":
@@ -197,7 +182,7 @@ class Walk:
         data = self.bounds.least_data(Flow(pipe, Schedule(), policy, False))
         return self.bounds.pipe_time(pipe, policy, data)
 
-    def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
+    def _divide_core(self, core: Core, done: Collection[tuple[int, ...]]) -> None:
         for pipe in self.space.pipes(core):
             if layout_of(pipe) in done:
                 continue
@@ -324,45 +309,34 @@ class Walk:
         seconds = 0.0 if self.goal == "memory" else self.bounds.plan_time(flow, spread, family)
         self._push(leaf, seconds, size, flow.pipe.core.world)
 
-    def _estimate(self, leaf: Leaf) -> None:
+    def _estimate(self, leaf: Leaf) -> Candidate | None:
         """The full estimate of a plan, unless one of its family fits that saves less: savings only cost time."""
         space, (flow, spread) = self.space, leaf
         family = (flow.pipe, flow.schedule, spread.dp_shard, spread.zero)
         if self.goal != "memory" and not self.saves and family in self._fitted:
             self.pruned["saves what is not needed"] += 1
-            return
+            return None
         plan, row = self._legal(leaf)
         if row:
             self.pruned[row] += 1
-            return
+            return None
         workload = space.workload
         self.estimated += 1
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
         if not memory.fits_in(self.limit):
             self.pruned["memory"] += 1
-            return
+            return None
         if on_host(memory, plan, space.cluster.per_node) > self._host:
             self.pruned["host memory"] += 1
-            return
+            return None
         if memory.device - memory.held > self.below:
-            return
+            return None
         time = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack)
         found = Candidate(plan=plan, memory=memory, time=time)
         self.seen.append(found)
         if not flow.policy and not flow.offload:
             self._fitted.add(family)
-        self._keep(found)
-
-    def _rival(self, layout: tuple[int, ...]) -> tuple[int, ...]:
-        """Whose best a plan of this layout has to be below."""
-        return () if self._is_for_one else layout
-
-    def _keep(self, found: Candidate) -> None:
-        """Put a candidate where its score belongs, behind what may be as good."""
-        score, simple = _bucket(found.score(self.goal)), simplicity(found.plan)
-        rival = self._rival(found.layout)
-        self._best[rival] = min(self._best.get(rival, (math.inf, ())), (score, simple))
-        heapq.heappush(self._heap, (score, True, simple, next(self._order), found))
+        return found
 
     def _legal(self, leaf: Leaf) -> tuple[Plan, str]:
         """The plan, and the row that refuses it; of recipes of float8 that cost the same, the first that none does."""
@@ -373,11 +347,6 @@ class Walk:
             if not self.space.broken(other):
                 return other, ""
         return plan, row
-
-
-def _bucket(score: float) -> int:
-    """Scores in one bucket count as equal."""
-    return math.floor(math.log(max(score, 1e-12)) / ALIKE)
 
 
 def worlds_of(cluster: Cluster, goal: str) -> list[int]:
