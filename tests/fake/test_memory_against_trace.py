@@ -365,11 +365,24 @@ def test_a_pipeline_has_memory_for_what_is_in_flight(kind: str) -> None:
     assert peaks[1] - peaks[0] <= 2 * 8 * (WORK.seq_len * 16 + 64)  # and a loss
 
 
-@pytest.mark.share(2)
-@pytest.mark.parametrize(("text", "rank"), [("dp2 / mb4", 0), ("pp2 / interleaved mb8", 1)])
+@pytest.mark.share(5)
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        ("dp2 / mb4", 0),
+        ("pp2 / interleaved mb4", 1),
+        ("pp2 / zero-bubble mb4", 0),
+        ("pp2 / zero-bubble mb4", 1),
+        ("pp2 / zero-bubble mb4 / recompute=blocks", 1),
+        ("pp2 / dualpipe-v mb4", 1),
+    ],
+)
 def test_what_waits_on_a_gpu(text: str, rank: int) -> None:
-    """Gradients beside buckets; messages of a pipeline. Of a GPT, whose kernels keep the same on any device."""
-    plan, spec = Plan.parse(text), replace(MODELS["gpt"], num_layers=8)
-    peak = trace_step(training_of(spec, WORK), plan, rank=rank, is_cpu=False).later.num_bytes
-    memory = estimate_memory(profile_of(spec), plan, WORK)
+    """Gradients beside buckets; messages of a pipeline, and what waits between the parts of a backward pass.
+
+    Of a GPT, whose kernels keep the same on any device.
+    """
+    plan, spec, work = Plan.parse(text), MODELS["gpt"], replace(WORK, global_batch=16)
+    peak = trace_step(training_of(spec, work), plan, rank=rank, is_cpu=False).later.num_bytes
+    memory = estimate_memory(profile_of(spec), plan, work)
     assert memory.stages[rank].allocated == pytest.approx(peak, rel=0.03)

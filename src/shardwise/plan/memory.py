@@ -22,7 +22,6 @@ from shardwise.plan.memory_terms.passing import (
     beside_buckets,
     block_bytes,
     logits_of,
-    receive_buffers,
     reduced_last,
     working_of,
 )
@@ -221,14 +220,14 @@ def _rank_memory(
         return _largest(rank, moments)
     gradients = states.pop("gradients")
     block = block_bytes(division, stages, stack) + kept_on(division, stages)
-    states["buffers"] = receive_buffers(division, stages, stack)
-    alive, again, sent, fresh = activations_of(division, rank, stages, stack)
-    held = {**states, "gathered": gathered_of(division, stages, stack), "buffers": states["buffers"] + sent}
+    alive, again, sent, fresh, divided = activations_of(division, rank, stages, stack)
+    held = {**states, "gathered": gathered_of(division, stages, stack), "buffers": sent}
     working = working_of(division, stages, stack) + whole_again(division, stages)
     loss, freed = {**held, "activations": alive + again, "working": working}, 0.0  # of the block behind it
     logits = logits_of(division, stack) if any(stage.last for stage in stages) else 0.0
-    if logits > again + working:
-        loss, freed = {**held, "activations": alive, "logits": logits}, again
+    ends = divided > logits
+    if max(logits, divided) > again + working:
+        loss, freed = {**held, "activations": alive + divided * ends, "logits": logits * (not ends)}, again * (not ends)
     if frees_last(stack):
         loss["gathered"] = gathered_of(division, stages, stack, goes_back=False)
     backward = {**held, "gradients": gradients, "activations": block, "working": working}

@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from shardwise.plan.eager.kernels import deferred_in, local_of
-from shardwise.plan.eager.moments import moments_of
+from shardwise.plan.eager.moments import Moment, moments_of
 from shardwise.plan.messages.data import reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import (
@@ -35,11 +35,13 @@ class Passing(NamedTuple):
     kept: float
     """By all micro-batches in flight."""
     again: float
-    """By one block that is computed again, or gradients that wait for the weights' part of a backward pass."""
+    """By one block that is computed again."""
     sent: float
-    """Messages to other stages that are held, beside the buffers for what is received."""
+    """Messages of a pipeline: received, or sent and held."""
     fresh: float
     """Gradients that wait to be added up: a part of a backward pass that is for weights alone adds none."""
+    divided: float
+    """What is beside all these when a backward pass has come to its inputs, whose weights wait: no operator runs."""
 
 
 def activations_of(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> Passing:
@@ -50,36 +52,67 @@ def activations_of(division: Division, rank: int, stages: tuple[Stage, ...], sta
     again = max(again_in(stage, plan, how) for stage in stages) * division.tokens if recomputes else 0.0
     kept = [kept_in(stage, plan, how) for stage in stages]
     shape, none = (plan.axes.pp, len(stages), plan.batch.micro_batches), (0,) * len(stages)
-    moments: Sequence[tuple[Sequence[int], ...]] = [((1,), none, none)]
-    own = stack.name in OWN and plan.axes.pp > 1
+    own, new = stack.name in OWN and plan.axes.pp > 1, [fresh_gradients(division, stage) for stage in stages]
+    moments: list[tuple[Sequence[int], Sequence[int], Sequence[int], float]] = [((1,), none, none, 0.0)]
+    seen: Sequence[Moment] = ()
     if own and plan.schedule.kind in ZERO_BUBBLE:
-        seen = moments_of(plan.schedule.kind, *few_rounds(*shape))[rank]
-        fresh = [each.reached if plan.recompute.mode == "blocks" else each.fresh for each in seen]  # at once
-        both = zip(seen, fresh, strict=True)
-        moments = [(each.alive, each.pending, [new > 0 for new in news]) for each, news in both if each.work in "BI"]
-        again += max(waiting_gradients(division, stage) for stage in stages) * division.tokens
+        seen = [each for each in moments_of(plan.schedule.kind, *few_rounds(*shape))[rank] if each.work in "BI"]
+        moments = [(each.alive, each.pending, _fresh(each, plan), in_flight_at(stages, each)) for each in seen]
     elif plan.axes.pp > 1:
-        moments = [(alive, none, none) for alive in peaks_in_flight(plan.schedule.kind, shape)[rank]]
-    new = [fresh_gradients(division, stage) for stage in stages]
+        come = received(stages, plan) if own else 0.0
+        moments = [(alive, none, none, come) for alive in peaks_in_flight(plan.schedule.kind, shape)[rank]]
 
-    def at(alive: Sequence[int], pending: Sequence[int], fresh: Sequence[int]) -> tuple[float, float, float]:
+    def at(alive: Sequence[int], pending: Sequence[int], fresh: Sequence[int], come: float) -> tuple[float, ...]:
         waits, sent = in_line(division, stages, alive, pending) if own else (0.0, 0.0)
         inner = (sum(map(mul, alive, kept)) + waits) * division.tokens
-        return inner, sent * division.tokens, sum(map(mul, fresh, new))
+        return inner, (sent + come * compute_width(plan)) * division.tokens, sum(map(mul, fresh, new))
 
     worst, sent, waits = max((at(*moment) for moment in moments), key=sum)
+    running, stream = (again + working_of(division, stages, stack)) * recomputes, division.tokens * compute_width(plan)
+    inputs = [behind_inputs(division, stage) for stage in stages]
+    ends = (
+        sum(at(*moment)) + inputs[each.turn] + (running or 3 * stream * stages[each.turn].given)
+        for moment, each in zip(moments, seen, strict=False)
+        if each.work == "I"
+    )
+    divided = max(ends, default=0.0) - worst - sent - waits
     if plan.offload.activations:  # of those that move, what the block at work and the one ahead of it keep is here
         blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
         moving = 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks) * division.tokens
         worst = min(worst, max((1 - stack.offloads_blocks) * worst, moving))
-    return Passing(worst, again, sent, waits)
+    return Passing(worst, again, sent, waits, divided)
 
 
-def receive_buffers(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes in which a pipeline of ours receives what is not used yet: of each stage an activation and a gradient."""
-    if stack.name not in OWN or division.plan.axes.pp == 1:
-        return 0.0
-    return division.tokens * sum(stage.given + stage.handed for stage in stages) * compute_width(division.plan)
+def _fresh(moment: Moment, plan: Plan) -> Sequence[int]:
+    """Of each stage, whether gradients wait to be added up: of recomputed blocks all are made at once."""
+    return [int(count > 0) for count in moment.reached] if plan.recompute.mode == "blocks" else moment.fresh
+
+
+def in_flight_at(stages: Sequence[Stage], moment: Moment) -> float:
+    """Elements per token that a rank received, or has asked for, and has not used."""
+    each = zip(stages, moment.coming, moment.returning, strict=True)
+    return sum(coming * stage.given + returning * stage.handed for stage, coming, returning in each)
+
+
+def received(stages: Sequence[Stage], plan: Plan) -> float:
+    """The same of a backward pass in one piece: its gradient, and an activation that is ahead of its turn.
+
+    1F1B has the gradient that it sent last there. Where all is forwarded first, none is ahead.
+    """
+    ahead = plan.schedule.kind not in ("gpipe", "looped-bfs")
+    return max(stage.handed for stage in stages) + max(stage.given for stage in stages) * ahead
+
+
+def behind_inputs(division: Division, stage: Stage) -> float:
+    """Bytes at the end of a backward pass to a stage's inputs, beside what was there before and what is at work.
+
+    All gradients that wait for the weights' part. Behind the loss also what the loss and the head keep, which goes with
+    that end.
+    """
+    plan, width, dim = division.plan, compute_width(division.plan), division.profile.dim
+    vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
+    loss = (vocab * (max(width, 4.0) + width) + 3 * dim * width) * stage.last
+    return (waiting_gradients(division, stage) + loss) * division.tokens
 
 
 def block_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
@@ -134,8 +167,8 @@ def in_line(
 ) -> tuple[float, float]:
     """Bytes per token that a rank of a pipeline has beside what its blocks keep: what waits, and what was sent.
 
-    A stage's output stays until its backward pass begins, a gradient until it has gone. Behind the loss micro-batches
-    that wait have their logits too, and gradients wait for the weights' part of a backward pass.
+    A stage's output stays until its backward pass begins. Behind the loss micro-batches that wait have their logits
+    too, and what the head keeps; gradients wait for the weights' part of a backward pass.
 
     Args:
         division: of the plan.
@@ -144,14 +177,13 @@ def in_line(
         pending: of these, whose inputs have gradients and whose weights have none yet.
     """
     plan, width = division.plan, compute_width(division.plan)
-    starts = {stage.start for stage in stages}
-    ends, total, passed = {stage.start + len(stage.blocks) for stage in stages}, 0.0, 0.0
+    starts, total, passed = {stage.start for stage in stages}, 0.0, 0.0
     for stage, number, late in zip(stages, alive, pending, strict=True):
-        sent = number * (stage.start + len(stage.blocks) not in starts)
-        passed += (sent * stage.handed + (stage.start not in ends) * stage.given) * width
+        passed += number * (stage.start + len(stage.blocks) not in starts) * stage.handed * width
         if stage.last:
             vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
             total += max(0, number - late - 1) * vocab * max(width, 4.0) + late * vocab * width
+            total += (2 * max(0, number - 1) + late) * division.profile.dim * width
         total += late * waiting_gradients(division, stage)
     return total, passed
 
