@@ -254,6 +254,12 @@ DRAWN = {
     "experts that are divided come and are reduced by themselves": (
         "fsdp2 ep2 / bf16", FEW | {"ffn_dim": 1024, "num_experts": 8, "max_seq_len": 64}, "adamw",
     ),
+    "a table alone is the largest of what is summed over replicas": (
+        "pp2 dp2 / 1f1b mb4 / bf16-pure", {"dim": 128, "num_heads": 4, "ffn_dim": 128, "vocab_size": 8000}, "adamw",
+    ),
+    "a whole gradient, a whole step of it, and this rank's part": (
+        "tp2", WIDE | {"vocab_size": 20000, "max_seq_len": 16}, "adafactor",
+    ),
 }  # fmt: skip
 
 
@@ -352,6 +358,45 @@ def test_large_blocks_and_short_samples_on_a_gpu(why: str) -> None:
     spec, work = ModelSpec(**SIZES | sizes), Workload(seq_len=16, global_batch=16)
     peak = trace_step(training_of(spec, work), Plan.parse(text), rank=0, is_cpu=False).later.num_bytes
     assert estimate_memory(profile_of(spec), Plan.parse(text), work).allocated == pytest.approx(peak, rel=0.03)
+
+
+FEW_TOKENS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a last micro-batch's gradients beside whole sums, where nobody shares weights": (
+        "dp2 cp3 tp2 / mb2 / bf16", {"ffn_dim": 1024, "num_layers": 3}, "adamw",
+    ),
+    "what is outside of blocks comes last": (
+        "cp2 tp2 / mb2 / bf16 / context=ring", {"ffn_dim": 512, "num_layers": 2, "vocab_size": 8000}, "adamw",
+    ),
+    "shards behind the last micro-batch": (
+        "fsdp2 / zero1 mb2 / bf16-pure", {"dim": 128, "ffn_dim": 512, "num_layers": 3, "vocab_size": 2000}, "adamw",
+    ),
+    "weights that stay are there when it is copied": (
+        "fsdp3 / zero2 mb2", {"ffn_dim": 256, "num_layers": 2, "vocab_size": 8000}, "adamw",
+    ),
+    "and when a block's gradients are": ("fsdp3 / zero2 mb3", {"ffn_dim": 1024, "vocab_size": 500}, "adamw"),
+    "what was sent of it stays into the next micro-batch": (
+        "fsdp3 / mb3", {"ffn_dim": 1024, "num_layers": 3, "vocab_size": 8000}, "adamw",
+    ),
+    "sums over replicas in another type": (
+        "dp2 fsdp2 / zero1 / bf16-pure",
+        {"dim": 128, "ffn_dim": 512, "num_layers": 3, "vocab_size": 8000, "num_heads": 4, "max_seq_len": 48}, "muon",
+    ),
+    "a whole gradient, a whole step of it, and this rank's part": (
+        "cp2 tp2 / mb2 / bf16 / recompute=blocks context=ring seq",
+        {"ffn_dim": 512, "num_layers": 2, "vocab_size": 8000, "num_heads": 4, "max_seq_len": 48}, "adafactor",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.share(8)
+@pytest.mark.parametrize("why", FEW_TOKENS)
+def test_micro_batches_of_few_tokens_on_a_gpu(why: str) -> None:
+    """Of a GPT, whose kernels keep the same on any device: what `fully_shard` has of weights and gradients decides."""
+    text, sizes, optimizer = FEW_TOKENS[why]
+    plan, spec = Plan.parse(text), ModelSpec(**SIZES | {"kind": "gpt"} | sizes)
+    work = Workload(seq_len=12, global_batch=plan.axes.data * plan.batch.micro_batches, optimizer=optimizer)
+    peak = trace_step(training_of(spec, work), plan, rank=0, is_cpu=False).later.num_bytes
+    assert estimate_memory(profile_of(spec), plan, work).allocated == pytest.approx(peak, rel=0.03)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero-bubble-v"])

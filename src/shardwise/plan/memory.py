@@ -16,7 +16,15 @@ from shardwise.plan.eager.rank import eager_rank
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
 from shardwise.plan.memory_terms.around import copied, outside_step
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
-from shardwise.plan.memory_terms.holding import given_back, held_apart, held_freed, of_root, placeholders, sending
+from shardwise.plan.memory_terms.holding import (
+    given_back,
+    held_apart,
+    held_freed,
+    of_units,
+    placeholders,
+    sending,
+    sent_before,
+)
 from shardwise.plan.memory_terms.passing import (
     activations_of,
     beside_buckets,
@@ -236,7 +244,7 @@ def _rank_memory(
     backward |= given_back(division, stages, gradients, stack)
     buffered = stack.master and not stack.copies_grads  # in buffers that stay
     if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
-        loss["gradients"] = gradients + fresh
+        loss["gradients"] = gradients + fresh + sent_before(division, stack)
         backward["activations"] = max(alive + again, block)
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
@@ -250,8 +258,8 @@ def _rank_memory(
     if stack.name in OWN and is_replicated(plan):
         loss["gradients"], backward["gradients"], update["gradients"] = beside_buckets(plan, gradients)
     phases = {"loss": loss, "backward": backward, "update": update}
-    late = reduced_last(division, stages, states, gradients, stack)
-    for name, terms in (*of_root(division, stages, states, gradients, stack).items(), *late.items()):
+    units = of_units(division, stages, {**states, "activations": alive}, gradients, stack)
+    for name, terms in (*units.items(), *reduced_last(division, stages, states, gradients, stack).items()):
         phases[name] = max(phases[name], dict(terms), key=lambda each: sum(each.values()))
     if plan.offload.state:
         whole = gradients if accumulates_whole(plan, stack) else 0.0

@@ -291,7 +291,8 @@ def _iterations(matrix: Matrix, device: Device, dtype: str, width: float, effici
 def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
     """Bytes that the optimizer's rule makes and drops again, of the parameter that takes most.
 
-    LAMB keeps the steps of all parameters until their norms are summed up, and Adafactor gathers a gradient whole.
+    LAMB keeps the steps of all parameters until their norms are summed up, and Adafactor gathers a gradient whole,
+    makes a whole step of it, and copies its own part.
     """
     optimizer, width = division.workload.optimizer, _width(division.plan)
     if optimizer == "muon":
@@ -302,7 +303,7 @@ def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
         spike += division.owned(stages)
     parts = division.shards * division.plan.axes.tp
     if optimizer == "adafactor" and parts > 1:
-        spike += local * parts
+        spike += 2 * local * parts
     return spike * width
 
 

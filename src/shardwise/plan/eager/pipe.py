@@ -73,7 +73,7 @@ class PipeRank(RankSizes):
                 terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
                 largest["reduction"] = larger(largest.get("reduction"), terms)
                 if self.held_width:
-                    terms |= self.last_reduction(moment, stage)
+                    terms = terms | self.last_reduction(moment, stage)
                     terms["gradients"] += begun - gradients
                     largest["last reduction"] = larger(largest.get("last reduction"), terms)
         return largest

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
-from shardwise.plan.messages.data import reduce_width
+from shardwise.plan.messages.data import held_sums, reduce_type, reduce_width
 from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.activations import compute_width, is_gathered
 from shardwise.plan.ranks.division import Division
@@ -84,7 +84,9 @@ def sending(division: Division, stages: tuple[Stage, ...], gradients: float, sta
         share = sum(behind) / division.owned(stages) if plan.batch.micro_batches == 1 else 1.0
         gone = max(0, here - 1 - place) if plan.reshards else 0
         whole = max((division.whole_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
-        return head + most * reduce_width(plan) * bool(behind) - gone * whole * width, gradients * share
+        stays = not plan.reshards and plan.batch.micro_batches > 2  # so that its gradients take no weights' place
+        beside = most * reduce_width(plan) * bool(behind) + (stays - gone) * whole * width
+        return head + beside, gradients * share
 
     last = len(sizes) - 1
     places = {last, max(0, min(last - 1, here - 1 if plan.reshards else last - 1))}
@@ -131,35 +133,100 @@ def least_gathered(division: Division, stages: tuple[Stage, ...], gathered: floa
     return min(gathered, cast_last(division, stages)) if casts_weights(division.plan) else gathered
 
 
-def of_root(
+def sent_before(division: Division, stack: Stack) -> float:
+    """Bytes of gradients outside of blocks as they were sent, which torch holds into the next micro-batch."""
+    if (
+        stack.name not in OWN
+        or division.plan.batch.micro_batches == 1
+        or not (stack.one_root and sends(division, stack))
+    ):
+        return 0.0
+    return _root(division) * reduce_width(division.plan)
+
+
+def _root(division: Division) -> float:
+    """Parameters outside of blocks."""
+    return division.embedding + division.dense(division.profile.head) * (not division.profile.tied)
+
+
+def of_units(
     division: Division, stages: tuple[Stage, ...], kept: Mapping[str, float], gradients: float, stack: Stack
 ) -> dict[str, Mapping[str, float]]:
-    """Moments of what is outside of blocks, where it is one unit of `fully_shard`: forward, and backward at its end.
-
-    First it comes with the first block: as sent, and cut up. The head's gradient waits for the table's: both, or of a
-    tied table both and their sum, stand beside its weights, the first block's gradients as they are sent, and the
-    step's output. Then they are copied into what is sent, and its weights have gone.
+    """Moments of a step without a pipeline at which what `fully_shard` gathers and reduces together decides.
 
     Args:
         division: of the plan.
         stages: of a rank.
-        kept: its states, but for gradients.
+        kept: its states, but for gradients, and what a micro-batch keeps.
         gradients: bytes of all of these.
         stack: one that is eager has moments of its own.
     """
-    if not stack.one_root or not sends(division, stack):
-        return {}
+    plan = division.plan
+    once = plan.axes.pp == 1 and plan.zero < 2 and plan.batch.micro_batches > 1 and uses_fully_shard(plan)
+    if once and stack.name in OWN and not plan.offload.state:
+        return _reduced_once(division, stages, kept, gradients)
+    states = {name: value for name, value in kept.items() if name != "activations"}
+    return _of_root(division, stages, states, gradients, stack) if stack.one_root and sends(division, stack) else {}
+
+
+def _reduced_once(
+    division: Division, stages: tuple[Stage, ...], kept: Mapping[str, float], gradients: float
+) -> dict[str, Mapping[str, float]]:
+    """Of a last micro-batch behind which whole gradients are reduced.
+
+    When the head has its gradient, the last block has gone backward, when its gradients are reduced, or those outside
+    of blocks. What autograd gives in another type than the sums have is beside them until its unit has gone backward,
+    the head's until all have. What is sent takes the place of a unit's sums; its shards are beside it, and where there
+    are none two copies.
+    """
+    plan, blocks = division.plan, [block for stage in stages for block in stage.blocks]
+    whole, width, wire, shards = division.whole(stages), compute_width(plan), reduce_width(plan), division.shards
+    most, outside = max(map(division.sent_of, blocks)), max(0.0, whole - sum(map(division.whole_of, blocks)))
+    new = width * (reduce_type(plan) != plan.precision.removesuffix("-pure"))
+    more, head = wire * (1 / shards if shards > 1 else 2), division.dense(division.profile.head)
+    vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
+    moments = (
+        {"gathered": (whole + head) * width, "logits": vocab * division.tokens * width},
+        {
+            "gathered": whole * width + head * new + most * max(new, more - width),
+            "activations": kept["activations"] * (1 - 1 / len(blocks)),
+        },
+        {"gathered": outside * more * (shards == 1), "activations": 0.0},
+    )
+    rest = {**kept, "gradients": gradients}
+    return {"backward": max(({**rest, **moment} for moment in moments), key=lambda terms: sum(terms.values()))}
+
+
+def _of_root(
+    division: Division, stages: tuple[Stage, ...], kept: Mapping[str, float], gradients: float, stack: Stack
+) -> dict[str, Mapping[str, float]]:
+    """Of what is outside of blocks, where it is one unit of `fully_shard`: forward, and backward at its end.
+
+    First it comes with the first block: as sent, and cut up. The head's gradient waits for the table's: both, or of a
+    tied table both and their sum, stand beside its weights, the first block's gradients as they are sent, and the
+    step's output. Then they are copied into what is sent, and its weights have gone. Where weights stay gathered, all
+    are there until the last micro-batch. What was summed over replicas in another type than gradients have is beside
+    them.
+    """
     plan, first, tied = division.plan, division.whole_of(stages[0].blocks[0]), division.profile.tied
     width, wire, several = compute_width(plan), reduce_width(plan), plan.batch.micro_batches > 1
-    root = division.embedding + division.dense(division.profile.head) * (not tied)
+    root = _root(division)
     made = root + 2 * division.embedding_table * tied
     vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
     output = {"logits": vocab * division.tokens * width}
-    inner = gradients if several else gradients * (1 - root / division.shards / division.owned(stages))
+    inner = gradients * (1 - root / division.shards / division.owned(stages))
     most = max((root + made) * width + first * wire, root * (width + wire))
-    found: dict[str, Mapping[str, float]] = {"backward": {**kept, "gathered": most, "gradients": inner, **output}}
+    moments = [{"gathered": most, "gradients": gradients if several else inner}]
+    if several and not plan.reshards:
+        staying = division.whole(stages) * width + root * (width + wire)
+        moments.append({"gathered": staying, "gradients": gradients if plan.batch.micro_batches > 2 else inner})
+    if not several and held_sums(plan):  # the last tensor of them is there until they are over shards
+        sums = division.owned(stages) * held_sums(plan) + division.dense(division.profile.head) * (not tied) * width
+        moments.append({"gathered": root * wire + sums, "gradients": gradients})
+    behind = max(moments, key=lambda terms: sum(terms.values()))
+    found: dict[str, Mapping[str, float]] = {"backward": {**kept, **behind, **output}}
     if plan.reshards or not several:
-        ahead = {"gradients": gradients, **output} if several else {}
+        ahead = {"gradients": gradients + sent_before(division, stack), **output} if several else {}
         found["loss"] = {**kept, "gathered": 2 * (root + first) * width, **ahead}
     return found
 
