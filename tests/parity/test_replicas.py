@@ -106,6 +106,20 @@ def test_a_bit_that_has_changed_the_gradients_of_its_tp_index_is_healed(
     assert not differing_holders(ranks)
 
 
+@pytest.mark.parametrize(
+    ("plan", "faulty"), [("dp2 tp2", [0, 1, 3]), pytest.param("dp3 tp2", [0, 5], marks=pytest.mark.soak)]
+)
+def test_faults_at_every_tp_index_are_healed(world: World, plan: str, faulty: list[int]) -> None:
+    """Both tp indices were trained with wrong bits. Of two replicas of a bias that tp sums apart, both may be it."""
+    size = sw.Plan.parse(plan).world
+    flips = [(0, "model.first.weight", 50), (size - 1, "model.last.bias", 50)]
+    ranks = world(size, held_alike, f"{plan} / fp64", flips)
+    for [event], _, _ in ranks:
+        assert (event["event"], event["ranks"]) == ("healed", faulty)
+        assert {"first.weight", "last.bias", "last.weight"} <= set(event["parameters"])
+    assert not differing_holders(ranks)
+
+
 def test_each_tensor_is_healed_from_its_own_majority(world: World) -> None:
     """Two ranks of four have a wrong bit, in other tensors: of all together only two agree."""
     flips = [(2, "model.first.weight", 50), (3, "model.last.weight", 50)]
@@ -119,6 +133,69 @@ def test_a_bit_of_the_optimizer_that_is_seen_at_once_leaves_nothing(world: World
     assert ranks[0][0][0]["ranks"] == [2]
     undisturbed = world(3, held_alike, "dp3 / fp64", [])
     assert not undisturbed[0][0] and all(is_same(own, undisturbed[0][1]) for _, own, _ in ranks)
+
+
+def state_flipped(text: str, optimizer: str, changes: dict[int, str]) -> Any:
+    """After two steps the lowest bit of a tensor of the optimizer's changes on some ranks; what the next checks say."""
+    with points.placed_state(text, CASE) as state:
+        state = sw.TrainState(state.placed, OPTIMIZERS[optimizer](state.placed), state.batches)
+        for _ in sw.steps(state, points.weighted, until=2):
+            pass
+        kept, seen = state.optimizer.local_state(), list[Any]()
+        replicas = Replicas(state)
+        if state.mesh.rank in changes:
+            kept[changes[state.mesh.rank]].view(-1)[-1:].view(torch.uint8)[0] ^= 1
+        try:
+            for number in range(4):
+                seen += [(number, *event.items()) for event in replicas.check()]
+        except ReplicaError as error:
+            return str(error)
+        sums = {key: checksum(tensor) for key, tensor in state.optimizer.local_state().items()}
+        return [(number, dict(items)) for number, *items in seen], sums
+
+
+OPTIMIZERS = {
+    "adamw": lambda placed: sw.adamw(placed, lr=1e-2),
+    "bf16": lambda placed: sw.adamw(placed, lr=1e-2, state_dtype="bf16"),
+    "sgd": lambda placed: torch.optim.SGD(placed.parameters(), lr=1e-2, momentum=0.9),
+    "several": lambda placed: sw.several(
+        placed, {"*bias": lambda p: sw.adamw(p, lr=1e-3), "*": lambda p: sw.muon(p, lr=1e-2)}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "name", "check"),
+    [
+        ("dp3 / fp64", "adamw", "last.weight.exp_avg", 0),
+        ("dp3 / fp64", "adamw", "last.weight.exp_avg_sq", 1),
+        ("dp3 / fp64", "adamw", "first.bias.step", 2),
+        ("dp3 / bf16-pure", "adamw", "last.weight.master", 2),
+        ("dp3 / fp64", "bf16", "last.weight.exp_avg_sq", 1),
+        ("dp3 / fp64", "sgd", "last.weight.momentum_buffer", 0),
+        ("dp3 / fp64", "several", "first.bias.exp_avg", 0),
+    ],
+)
+def test_a_bit_of_the_optimizer_that_no_weight_shows_is_seen_in_its_turn(
+    world: World, plan: str, optimizer: str, name: str, check: int
+) -> None:
+    """Each check looks at one tensor of each parameter's state; healed is that one alone."""
+    for seen, sums in (ranks := world(3, state_flipped, plan, optimizer, {2: f"optim.{name}"})):
+        [(number, event)] = seen
+        assert (number, event["ranks"], event["parameters"]) == (check, [2], [f"optim.{name}"])
+        assert event["said"].startswith("state of the optimizer alone") and sums == ranks[0][1]
+
+
+def test_a_bit_of_the_optimizer_of_one_of_two_is_an_error_that_names_it(world: World) -> None:
+    for text in world(2, state_flipped, "dp2 / fp64", "adamw", {1: "optim.last.weight.exp_avg_sq"}):
+        assert text.startswith("step 2: optim.last.weight.exp_avg_sq (1 tensors) must be equal on ranks 0, 1: found")
+        assert "more than half" in text
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("plan", ["dp2 tp2 / fp64", "dp2 fsdp2 / fp64", "pp2 dp2 / mb2 fp64"])
+def test_what_an_optimizer_keeps_is_alike_where_its_parameter_is(world: World, plan: str, optimizer: str) -> None:
+    assert all(not seen for seen, _ in world(4, state_flipped, plan, optimizer, {}))
 
 
 class Counting(nn.Module):

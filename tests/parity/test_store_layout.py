@@ -124,3 +124,7 @@ def test_numbers_that_do_not_lie_as_such_are_refused_by_name() -> None:
             CheckpointError, match=rf"model.w: found {said}, needed dense numbers; keep it as .to_dense"
         ):
             held_by({"model.w": tensor})
+    with pytest.raises(
+        CheckpointError, match=r"model.w: found a tensor without values \(device meta\), needed its values"
+    ):
+        held_by({"model.w": torch.ones(3, device="meta")})

@@ -27,8 +27,8 @@ def test_a_worker_imports_nothing_of_ours(world) -> None:
     assert world(2, imported_by_a_run, "fsdp2 / fp64") == [set(), set()]
 
 
-def waited_for_a_peer() -> str:
-    with sw.open_mesh(sw.Plan.parse("dp2 tp2"), timeout_s=1.0) as mesh:
+def waited_for_a_peer(backend: str) -> str:
+    with sw.open_mesh(sw.Plan.parse("dp2 tp2"), timeout_s=1.0, backend=backend) as mesh:
         if mesh.rank == 3:
             time.sleep(2.5)
             return ""
@@ -39,9 +39,10 @@ def waited_for_a_peer() -> str:
         return ""
 
 
-def test_the_time_limit_holds_for_the_groups_of_single_axes_too(world: World) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "host"])
+def test_the_time_limit_holds_for_the_groups_of_single_axes_too(world: World, backend: str) -> None:
     """Torch gives those of a mesh 30 minutes, whatever the group of the world has."""
-    first, second, waited, _ = world(4, waited_for_a_peer)
+    first, second, waited, _ = world(4, waited_for_a_peer, backend)
     assert "Timed out waiting 1000ms" in waited and not first and not second
 
 

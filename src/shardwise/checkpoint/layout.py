@@ -38,7 +38,7 @@ def held_by(tensors: Mapping[str, Tensor]) -> list[Held]:
     """The boxes that this rank holds of its tensors; empty shards have none.
 
     Raises:
-        CheckpointError: a name, a type, a layout or a number of dims that cannot be stored, or a partial sum.
+        CheckpointError: a tensor on meta, a partial sum, or a name, type, layout or dims that cannot be stored.
     """
     found: list[Held] = []
     cuts: dict[Any, list[tuple[Box, Box]]] = {}  # tensors that are cut alike, as of equal layers, have the same boxes
@@ -47,6 +47,11 @@ def held_by(tensors: Mapping[str, Tensor]) -> list[Held]:
         if dtype not in DTYPES:
             raise CheckpointError(
                 f"{name}: found the type {dtype}, which cannot be stored; needed one of {', '.join(DTYPES)}"
+            )
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{name}: found a tensor without values (device meta), needed its values; give it some before a "
+                "save (module.to_empty, or a constructor that fills it), or keep it out (persistent=False)"
             )
         if tensor.layout is not torch.strided or tensor.is_conj():
             kind = "a conjugate's view" if tensor.is_conj() else f"the layout {tensor.layout}"

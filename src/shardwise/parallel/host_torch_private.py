@@ -28,8 +28,8 @@ class HostGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the constructor without a store has no stub
         self._gloo = dist.ProcessGroup(store, rank, size)
         self._gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self.carrier = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.carrier)
 
     def _set_group_name(self, name: Any) -> None:  # torch keeps it in its own back-ends
         self._gloo._set_group_name(name)

@@ -6,7 +6,7 @@ import as the rest of torch.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,18 @@ def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 def _limit_waits(mesh: DeviceMesh) -> None:
     """Torch gives a mesh's groups its own time limit (gloo 30 min, NCCL 10), whatever that of the world is."""
-    world = _get_default_group()
-    for device in world._device_types:
-        if (options := getattr(world._get_backend(device), "options", None)) is not None:
+    for device, backend in _backends(_get_default_group()).items():
+        if (options := getattr(backend, "options", None)) is not None:
             for group in mesh.get_all_groups():
-                backend = group._get_backend(device)  # inside of torch's checks, under TORCH_DISTRIBUTED_DEBUG=DETAIL
-                getattr(backend, "wrapped_pg", backend)._set_default_timeout(options._timeout)
+                own = _backends(group)[device]  # inside of torch's checks, under TORCH_DISTRIBUTED_DEBUG=DETAIL
+                getattr(own, "wrapped_pg", own)._set_default_timeout(options._timeout)
+
+
+def _backends(group: Any) -> dict[Any, Any]:
+    """What carries a group's messages, by device; one that is written in Python names what it stands on."""
+    if (carrier := getattr(group, "carrier", None)) is not None:
+        return {None: carrier}
+    return {device: group._get_backend(device) for device in group._device_types}
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

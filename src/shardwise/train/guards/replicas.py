@@ -1,9 +1,10 @@
 """Replica checks: tensors that several ranks must hold alike are compared by 64-bit checksums, named and healed.
 
-They are parameters, averages of them (`Ema`), and the buffers that checkpoints hold. Which ranks hold the same elements
-of one follows from its layout: those that differ from this one only along axes over which it is replicated. The least
-and the greatest of them name the set (`_holders`); a rank's tensors with the same one share a checksum, and what is
-communicated is one all-gather of three numbers for each.
+They are parameters, averages of them (`Ema`), the buffers that checkpoints hold, and the optimizer's state. Which ranks
+hold the same elements of one follows from its layout: those that differ from this one only along axes over which it is
+replicated. The least and the greatest of them name the set (`_holders`); a rank's tensors with the same one share a
+checksum, and what is communicated is one all-gather of three numbers for each. What an optimizer keeps of a parameter
+is alike where the parameter is; a check looks at one tensor of it for each parameter, the next check at the next one.
 
 Where more than half of the holders agree, what they have is right; else `Copies` says when the columns tell.
 
@@ -13,9 +14,9 @@ of a single element changes it, and elements that are swapped do, too.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,13 @@ from shardwise.errors import ReplicaError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.plan.plan import AXES
-from shardwise.train.exchange import gathered, listed
+from shardwise.train.exchange import gathered
+from shardwise.train.guards.copies import Copies, Ends, alike, told
 from shardwise.train.guards.issued import Issued
 from shardwise.train.state import TrainState
 from shardwise.train.updates.optim import PREFIX
 from shardwise.train.updates.update_rules import local_shard
 
-Ends = tuple[int, int]
-"""Least and greatest rank of those that hold the same: with the axes' sizes they tell the set."""
 _Layout = tuple[DeviceMesh, tuple[bool, ...]]
 """Over which ranks a parameter is spread, and along which of their axes it is whole."""
 CHUNK = 1 << 18
@@ -67,7 +67,8 @@ def checksum(tensor: torch.Tensor) -> int:
 class Replicas:
     """What must be equal where; made once per run. Every rank makes one.
 
-    Cost of a `check`: one pass over the parameters, one all-gather of two integers per kind of layout.
+    Cost of a `check`: one pass over the parameters and over one tensor of the optimizer's state of each, one all-gather
+    of three integers per kind of layout.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -75,6 +76,8 @@ class Replicas:
         self._state, self._mesh, self._issued = state, state.mesh, Issued(state.mesh)
         self._equal_at = state.step
         """After which step they were equal: that of the last comparison, or the one that this process began with."""
+        self._turn = 0
+        """How many checks have looked at a part of the optimizer's state."""
         self._buffers = _stored_buffers(state.placed)
         self._groups: dict[Ends, list[str]] = defaultdict(list)
         """Who holds the same as this rank -> names of those tensors. What it alone holds is not here."""
@@ -94,6 +97,22 @@ class Replicas:
         if buffers:
             live |= {name: held for name, held in state.placed.named_buffers().items() if name in self._buffers}
         return live | (state.ema.tensors() if state.ema is not None else {})
+
+    def _held(self, *, is_trained: bool, turn: int | None = None) -> dict[Ends, dict[str, torch.Tensor]]:
+        """What several ranks hold, by who does: this rank's parts.
+
+        Args:
+            is_trained: with buffers, and with what the optimizer keeps of the parameters.
+            turn: which tensor of that, for each parameter; None: all.
+        """
+        live = self._live(buffers=is_trained)
+        kept = self._state.optimizer.states_by_parameter() if is_trained else {}
+        held: dict[Ends, dict[str, torch.Tensor]] = {}
+        for ends, names in self._groups.items():
+            own = held[ends] = {name: local_shard(live[name]) for name in names if name in live}
+            for state in (sorted(kept[name].items()) for name in names if kept.get(name)):
+                own |= state if turn is None else [state[turn % len(state)]]
+        return held
 
     def check(self) -> tuple[dict[str, Any], ...]:
         """Compare; what differs is healed from the majority, optimizer state and all. Every rank calls it.
@@ -118,29 +137,32 @@ class Replicas:
         equal_at, self._equal_at = min(self._equal_at, step - 1), step
         if self._rows == 0:
             return ()
-        live = self._live(buffers=not needed and step > 0)  # `check_agreement` has compared those
-        own = [(*ends, _combined(live, names)) for ends, names in self._groups.items()]
+        is_trained = not needed and step > 0  # before that `check_agreement` has compared the buffers
+        held = self._held(is_trained=is_trained, turn=self._turn)
+        self._turn += is_trained
+        own = [(*ends, _combined(tensors)) for ends, tensors in held.items()]
         own += [(-1, -1, 0)] * (self._rows - len(own))
         holders: dict[Ends, set[int]] = defaultdict(set)
         for first, last, found in (row for rows in gathered(own, mesh) for row in rows):
             holders[first, last].add(found)
         if all(len(sums) == 1 for ends, sums in holders.items() if ends[0] >= 0):
             return ()
-        different = self._differing(live)
+        different = self._differing(self._held(is_trained=is_trained))
         if step == 0 or needed:
-            raise ReplicaError(f"{_text(step, different)}, {needed or _INITIAL}")
+            raise ReplicaError(f"{told(step, different)}, {needed or _INITIAL}")
         return (self._heal(different, equal_at),)
 
-    def _differing(self, live: Mapping[str, torch.Tensor]) -> list[Copies]:
+    def _differing(self, held: Mapping[Ends, Mapping[str, torch.Tensor]]) -> list[Copies]:
         """The tensors that are not alike on their holders, the same list on every rank."""
-        mine = {(ends, n): checksum(local_shard(live[n])) for ends, ns in self._groups.items() for n in ns if n in live}
+        mine = {ends: {name: checksum(tensor) for name, tensor in tensors.items()} for ends, tensors in held.items()}
         theirs: list[Any] = [None] * self._mesh.world
         dist.all_gather_object(theirs, mine)
-        copies: dict[tuple[Ends, str], dict[int, int]] = defaultdict(dict)
-        for rank, sums in enumerate(theirs):
-            for key, found in sums.items():
-                copies[key][rank] = found
-        return [Copies(ends, name, sums) for (ends, name), sums in copies.items() if len(set(sums.values())) > 1]
+        known = dict.fromkeys((ends, name) for sums in theirs for ends, named in sums.items() for name in named)
+        copies = [
+            Copies(ends, name, {rank: sums[ends].get(name) for rank, sums in enumerate(theirs) if ends in sums})
+            for ends, name in known
+        ]
+        return [each for each in copies if len(set(each.sums.values())) > 1]
 
     def _heal(self, different: list[Copies], equal_at: int) -> dict[str, Any]:
         """Copy what is right to those that have other bits; the event."""
@@ -149,16 +171,16 @@ class Replicas:
         right = [copies.right(tp, suspects) for copies in different]
         if undecided := [copies for copies, found in zip(different, right, strict=True) if found is None]:
             raise ReplicaError(
-                f"{_text(step, undecided)}{_alike(undecided[0].sums)}; needed: more than half of them equal, to know "
+                f"{told(step, undecided)}{alike(undecided[0].sums)}; needed: more than half of them equal, to know "
                 f"which are right; nothing was saved; go back to a checkpoint of step {equal_at} or before, when they "
                 "were equal, and look at the memory of these machines"
             )
-        transfers: dict[tuple[int, tuple[int, ...]], list[Copies]] = defaultdict(list)
+        transfers: dict[tuple[int, tuple[int, ...]], list[str]] = defaultdict(list)
         for copies, found in zip(different, right, strict=True):
             wrong = tuple(sorted(rank for rank, own in copies.sums.items() if own != found))
-            transfers[min(rank for rank in copies.sums if rank not in wrong), wrong].append(copies)
+            transfers[min(rank for rank in copies.sums if rank not in wrong), wrong].append(copies.name)
         for (source, wrong), several in transfers.items():  # in one order on all ranks
-            self._copy([copies.name for copies in several], source, wrong)
+            self._copy(several, source, wrong)
         given = {rank for _, wrong in transfers for rank in wrong}
         if self._mesh.rank in given and self._state.placed.copies is not None:
             self._state.placed.copies.refresh()
@@ -175,18 +197,14 @@ class Replicas:
 
     @torch.no_grad()
     def _copy(self, names: Sequence[str], source: int, wrong: Sequence[int]) -> None:
-        """Tensors of these names, and the optimizer's state of them, from one rank to others."""
-        mesh, state = self._mesh, self._state
+        """Tensors of these names from one rank to others."""
+        mesh, optimizer = self._mesh, self._state.optimizer
         if mesh.rank != source and mesh.rank not in wrong:
             return
-        live = self._live()
-        tensors = {f"model.{name}": live[name] for name in names}
-        prefixes = tuple(f"{PREFIX}{name}." for name in names)
-        optimizer = state.optimizer.state_tensors()
-        state.optimizer.state_template(optimizer)  # it learns which states are plain numbers
-        mine = {key: tensor for key, tensor in optimizer.items() if key.startswith(prefixes)}
-        for _, tensor in sorted((tensors | mine).items()):
-            local = local_shard(tensor)
+        kept = optimizer.state_tensors()
+        held = self._live() | kept
+        for name in names:
+            local = local_shard(held[name])
             buffer = local.contiguous().to(mesh.device)
             if mesh.rank == source:
                 for rank in wrong:
@@ -194,63 +212,9 @@ class Replicas:
             else:
                 dist.recv(buffer, source)
                 local.copy_(buffer)
-        if mesh.rank in wrong:
-            state.optimizer.load_state_tensors(optimizer)
-
-
-class Copies(NamedTuple):
-    """A tensor that its holders do not hold alike.
-
-    The ranks of one tp index are a *column*: replicas of the data axes, which get the same summed gradients. So
-    a wrong value makes the gradients of its column other ones, alike on all of the column: only the column where
-    the fault is differs within. Where `tp` replicates a tensor, and each rank makes its gradient for itself, the
-    other columns then differ from that one, in tensors that have no fault.
-    """
-
-    ends: Ends
-    name: str
-    sums: Mapping[int, int]
-    """Rank -> checksum."""
-
-    def _columns(self, tp: int) -> dict[int, dict[int, int]]:
-        columns: dict[int, dict[int, int]] = defaultdict(dict)
-        for rank, found in self.sums.items():
-            columns[rank % tp][rank] = found  # tp is the innermost axis
-        return columns
-
-    def unlike(self, tp: int) -> set[int]:
-        """The columns within which it differs."""
-        return {column for column, sums in self._columns(tp).items() if len(set(sums.values())) > 1}
-
-    def right(self, tp: int, suspects: set[int]) -> int | None:
-        """What more than half hold; else what all columns hold in which nothing differs; None: nobody knows.
-
-        Args:
-            tp: size of the axis.
-            suspects: columns within which this or another tensor differs.
-
-        >>> Copies((0, 5), "bias", {0: 7, 1: 8, 2: 7, 3: 8, 4: 7, 5: 9}).right(2, {1})
-        7
-        >>> Copies((0, 1), "bias", {0: 7, 1: 8}).right(2, set()) is None
-        True
-        """
-        found = _majority(self.sums)
-        others = {found for rank, found in self.sums.items() if rank % tp not in suspects}
-        return found if found is not None or not suspects or len(others) != 1 else others.pop()
-
-    def faulty(self, tp: int, right: int | None) -> set[int]:
-        """The ranks that have neither what is right nor what most of their column have; empty: it differs within none.
-
-        >>> Copies((0, 5), "bias", {0: 7, 1: 8, 2: 7, 3: 8, 4: 7, 5: 9}).faulty(2, 7)
-        {5}
-        """
-        columns = [sums for column, sums in self._columns(tp).items() if column in self.unlike(tp)]
-        return {rank for sums in columns for rank, found in sums.items() if found not in (right, _majority(sums))}
-
-
-def _majority(sums: Mapping[int, int]) -> int | None:
-    (common, count), *_ = Counter(sums.values()).most_common(1)
-    return common if count * 2 > len(sums) else None
+        if mesh.rank in wrong and not kept.keys().isdisjoint(names):
+            optimizer.state_template(kept)  # it learns which states are plain numbers
+            optimizer.load_state_tensors(kept)
 
 
 _INITIAL = (
@@ -259,23 +223,12 @@ _INITIAL = (
 )
 
 
-def _text(step: int, different: Sequence[Copies]) -> str:
-    """Who differs: of the first tensor, and those that the same ranks hold."""
-    ends, _, sums = different[0]
-    names = [copies.name for copies in different if copies.ends == ends]
-    found = _majority(sums)
-    # without a majority the least rank is as good a suspect as any: all are named
-    wrong = sorted(rank for rank, own in sums.items() if found is None or own != found)
-    return (
-        f"step {step}: {', '.join(names[:3])} ({len(names)} tensors) must be equal on ranks {listed(sorted(sums))}: "
-        f"found other bits on rank {listed(wrong)}"
-    )
-
-
 def _said(names: Sequence[str], equal_at: int, step: int) -> str:
     """What a healed difference means for the run."""
     if all(name.startswith("ema.") for name in names):
         return "averages alone: no step was trained with them"
+    if all(name.startswith(PREFIX) for name in names):
+        return "state of the optimizer alone: no bit of a weight has come of it yet"
     steps = f"step {step}" if equal_at + 1 == step else f"steps {equal_at + 1} to {step}"
     return (
         f"{steps} may have been trained with the wrong bits, and what came of that is alike on all ranks now; nothing "
@@ -283,23 +236,8 @@ def _said(names: Sequence[str], equal_at: int, step: int) -> str:
     )
 
 
-def _alike(sums: Mapping[int, int]) -> str:
-    """Which ranks agree with one another, where there is no majority; empty: none do.
-
-    >>> _alike({0: 7, 1: 8, 2: 7, 3: 9})
-    ' (alike: 0, 2)'
-    """
-    holders: dict[int, list[int]] = defaultdict(list)
-    for rank, found in sorted(sums.items()):
-        holders[found].append(rank)
-    several = [listed(ranks) for ranks in holders.values() if len(ranks) > 1]
-    return f" (alike: {'; '.join(several)})" if several else ""
-
-
-def _combined(live: Mapping[str, torch.Tensor], names: list[str]) -> int:
-    total = 0
-    for number, name in enumerate(name for name in names if name in live):
-        total += (2 * number + 1) * checksum(local_shard(live[name]))
+def _combined(tensors: Mapping[str, torch.Tensor]) -> int:
+    total = sum((2 * number + 1) * checksum(tensor) for number, tensor in enumerate(tensors.values()))
     return (total + 2**63) % 2**64 - 2**63
 
 

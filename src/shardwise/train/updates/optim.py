@@ -154,10 +154,8 @@ class NamedOptimizer:
         Plain numbers (a step count) come as 0-dim tensors. A parameter that was never stepped has no entries.
         """
         check_inner_state(self.torch)
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.params.items():
-            tensors |= self._named_state(name, self.torch.state.get(parameter, {}))
-        return tensors
+        states = self.torch.state
+        return {k: t for n, p in self.params.items() for k, t in self._named_state(n, states.get(p, {})).items()}
 
     def forms(self) -> dict[str, str]:
         """What of the state is a number of Python's, a list, a tuple or a dict, by key, where all parameters agree."""
@@ -245,12 +243,13 @@ class NamedOptimizer:
 
     def local_state(self) -> dict[str, Tensor]:
         """`state_tensors`, each as the plain tensor that is here: `(local shape)`."""
+        return {key: tensor for state in self.states_by_parameter().values() for key, tensor in state.items()}
+
+    def states_by_parameter(self) -> dict[str, dict[str, Tensor]]:
+        """The same, parameter by parameter."""
         check_inner_state(self.torch)
-        return {
-            key: local_of(value)
-            for name, parameter in self.params.items()
-            for key, value in self._plain_state(name, self.torch.state.get(parameter, {})).items()
-        }
+        states = {name: self._plain_state(name, self.torch.state.get(p, {})) for name, p in self.params.items()}
+        return {name: {key: local_of(value) for key, value in state.items()} for name, state in states.items()}
 
     def _named_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
         parameter, live = self.params[name], self.live[name]

@@ -71,9 +71,9 @@ class SeveralOptimizers(NamedOptimizer):
         """State of all parts by name."""
         return {name: tensor for part in self.parts.values() for name, tensor in part.state_tensors().items()}
 
-    def local_state(self) -> dict[str, Tensor]:
-        """The same, as plain tensors."""
-        return {name: tensor for part in self.parts.values() for name, tensor in part.local_state().items()}
+    def states_by_parameter(self) -> dict[str, dict[str, Tensor]]:
+        """Those of all parts, as plain tensors."""
+        return {name: state for part in self.parts.values() for name, state in part.states_by_parameter().items()}
 
     def forms(self) -> dict[str, str]:
         """Those of all parts, where they agree."""
