@@ -50,11 +50,10 @@ def counted_by(root: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None
     table = getattr(home, "get_input_embeddings", lambda: None)()
     holder = next((module for module in home.modules() if table in (*module.children(),)), home)
     for module in (holder, *holder.children()):
-        forward = type(module).forward
-        if forward is nn.Module.forward or COUNTED not in inspect.getsource(forward):
-            continue
-        count = getattr(module, COUNTED, None) or inspect.unwrap(forward).__globals__[COUNTED]
-        return partial(_counted, count, int(module.padding_idx))  # type: ignore[arg-type]  # a number, by its signature
+        forward = inspect.unwrap(type(module).forward)
+        if COUNTED in getattr(getattr(forward, "__code__", None), "co_names", ()):  # no source: it may be of no file
+            count = getattr(module, COUNTED, None) or forward.__globals__[COUNTED]
+            return partial(_counted, count, int(module.padding_idx))
     return None
 
 
