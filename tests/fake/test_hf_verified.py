@@ -35,6 +35,7 @@ FSDP2 = Plan.parse("fsdp2")
         "convnext",
         "swin",
         "segformer",
+        "mpnet",  # its buckets of distances are 32, whatever it is told
     ],
 )
 def test_a_family_is_made_tiny_and_fed(name: str) -> None:
@@ -82,6 +83,8 @@ def test_sizes_of_another_kind() -> None:
     """Florence's widths are a list, one of each stage; it was a traceback, as that of a size nobody knew of was."""
     config = hf_config("florence_vision")
     assert shrunk_config(config).embed_dim == [8, 16, 32, 64]
+    towers = shrunk_config(hf_config("siglip"))  # both end in one width
+    assert towers.text_config.projection_size == towers.vision_config.hidden_size
     vars(config)["layer_types"] = 3
     with pytest.raises(
         ConfigError, match=r"model hf:florence_vision: its tiny sizes are not known here: .*config.json"

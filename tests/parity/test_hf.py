@@ -113,6 +113,21 @@ def test_families_of_unlike_layers(world: World, plan: str) -> None:
     assert compared(world, plan, made, truth) == {}
 
 
+def test_sinks_of_heads_are_met_by_all_heads(world: World) -> None:
+    """It ended in a message from deep inside of torch."""
+    made = {"gpt_oss": hf_models.config("gpt_oss")}
+    truth = world(1, hf_models.references, made, timeout_s=300)[0]
+    assert compared(world, "tp2", made, truth) == {}
+
+
+@pytest.mark.parametrize("plan", ["cp2", pytest.param("pp2 cp2 / 1f1b mb2", marks=pytest.mark.soak)])
+def test_positions_that_are_counted_from_the_padding_token_on(world: World, plan: str) -> None:
+    """They were given as 0, 1, ...: another embedding of every token, and nothing said so."""
+    made = {"roberta": hf_models.config("roberta", pad_token_id=2)}  # which the rows have too: it takes no position
+    truth = world(1, hf_models.references, made, timeout_s=300)[0]
+    assert compared(world, plan, made, truth) == {}
+
+
 def test_what_every_layer_is_given_from_outside_is_no_chain() -> None:
     (chain,) = hf_findings(hf_models.config("gemma4_text"), sw.Plan.parse("pp2 / mb2"))
     assert chain.id == "module.chain" and "is made before the blocks from parameters" in chain.what

@@ -47,6 +47,16 @@ def test_declared_styles_become_ours() -> None:
     }
 
 
+@pytest.mark.parametrize("inside", ["attn", "mlp.dwconv"])
+def test_what_works_on_all_heads_or_features_is_given_all(inside: str) -> None:
+    """A sink of each head, a convolution of each channel between two layers: they met a rank's share of them."""
+    layers = [*attention(), linear("layers.0.mlp.fc1"), linear("layers.0.mlp.fc2")]
+    rules = hf_rules([*layers, Fact(name=f"layers.0.{inside}", kind="other", in_block=True)], QKV, {}, 2)
+    first, other = ("attn.q_proj", "mlp.fc1") if inside == "attn" else ("mlp.fc1", "attn.q_proj")
+    assert rules.rules[f"layers.*.{first}"] == "column-gather" and rules.rules[f"layers.*.{other}"] == "column"
+    assert rules.rules[f"layers.*.{inside}"] == "replicate"
+
+
 def test_every_style_of_ours_that_a_declared_one_becomes_is_known() -> None:
     assert {style for style in DECLARED.values() if style} <= set(STYLES)
 

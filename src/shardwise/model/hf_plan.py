@@ -198,9 +198,23 @@ def _whole_attentions(
         across = [
             f for f in own if f.kind in ("embedding", "other") or (f.kind == "norm" and styles[f.name] != "heads")
         ]
-        if not divides or gathers or (across and any(_ends(f.name, SPLIT_HEADS) for f in column)):
+        is_split = any(_ends(f.name, SPLIT_HEADS) for f in column)
+        if is_split and parent in known:  # of its own, as a sink of each head
+            across.append(known[parent])
+        if not divides or gathers or (across if is_split else _between(parent, known)):
             found.append(parent)
     return found
+
+
+def _between(parent: str, known: Mapping[str, Fact]) -> list[str]:
+    """What works between the layers of a feed-forward on all of its features, as a convolution of each channel."""
+    depth = parent.count(".") + 2
+    parts: dict[str, list[Fact]] = {}
+    for name, fact in known.items():
+        if name.startswith(f"{parent}."):
+            parts.setdefault(".".join(name.split(".")[:depth]), []).append(fact)
+    held = [facts for facts in parts.values() if all(fact.kind == "other" for fact in facts)]
+    return [fact.name for facts in held for fact in facts if not _is_router(fact)]
 
 
 def _indivisible(fact: Fact, style: str, tp: int) -> str:

@@ -57,8 +57,6 @@ TINY: Mapping[str, int] = {
     "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
     "image_size": 16,
     "patch_size": 4,
     "rotary_dim": 4,
@@ -221,7 +219,7 @@ def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
     small = small_kv * min(heads // kv_heads, 4) if kv_heads > 1 else 4
     width = small * HEAD_DIM
     old_width = next((said[k] for k in WIDTHS if said.get(k)), 0)
-    same = ("word_embed_proj_dim", "embedding_size", "pooler_output_size")
+    same = ("word_embed_proj_dim", "embedding_size", "pooler_output_size", "projection_size")
     change(tuple(k for k in same if said.get(k) == old_width), width)
     change(HEADS, small)
     change(KV_HEADS, small_kv)

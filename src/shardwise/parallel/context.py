@@ -11,7 +11,6 @@ A forward whose inputs did not come through `share`, as when text is drawn, runs
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import partial
@@ -24,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.errors import ModelError
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.blocks import own_blocks
-from shardwise.parallel.declared import home_of
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.layers.tensor_hooks import wrap_forward
 from shardwise.parallel.mesh import Mesh
@@ -32,13 +30,12 @@ from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.placed import Batch, Placed
 from shardwise.parallel.sequence.intercept import Divided, Shapes, Watch
 from shardwise.parallel.sequence.mixing import mixing_module
+from shardwise.parallel.sequence.positions import counted_by, positions_name
 from shardwise.parallel.sequence.ring import Ranks
 from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.sequence import Layout, divide, num_pieces
 
 AXIS = "cp"
-POSITIONS = ("position_ids", "positions", "input_pos")
-"""Names under which a model's forward takes the positions of its tokens, (batch, tokens) int64."""
 WHOLE = ("attention_mask", "document_ids", "segment_ids")
 """Inputs that describe a mask of the whole sequence, and are given whole."""
 
@@ -46,15 +43,16 @@ WHOLE = ("attention_mask", "document_ids", "segment_ids")
 class ContextSplit:
     """What `shard_context` leaves in `placed.context`: divides micro-batches, and carries attention over the axis."""
 
-    _layouts: ClassVar[MutableMapping[torch.Tensor, Layout]] = WeakIdKeyDictionary()
-    """A rank's part of a micro-batch's main input -> the layout of the whole: of all models, as a teacher is given the
-    part of the one that it teaches."""
+    _layouts: ClassVar[MutableMapping[torch.Tensor, tuple[Layout, torch.Tensor | None]]] = WeakIdKeyDictionary()
+    """A rank's part of a micro-batch's main input -> the layout of the whole, and positions that were counted on it: of
+    all models, as a teacher is given the part of the one that it teaches."""
 
     def __init__(self, plan: Plan, mesh: Mesh, root: nn.Module) -> None:
+        """`root` is the model with all of its modules."""
         self.balance, self.cp = plan.context.balance, mesh.size(AXIS)
         self.group, self.rank = mesh.group(AXIS), mesh.index(AXIS)
         self.model, self.signature = type(root).__name__, Signature.of(root)
-        self.positions = _positions_name(root)
+        self.positions, self.count = positions_name(root), counted_by(root)
         self.divided = Divided(plan.context.kind)
 
     def share(self, batch: Batch) -> Batch:
@@ -72,16 +70,17 @@ class ContextSplit:
         """
         main = self._main(batch)
         layout = self._layout(main)
+        counted = None if self.count is None else self._part("", self.count(main), layout)
         if isinstance(batch, torch.Tensor):
             part: Batch = self._part("", batch, layout)
         elif isinstance(batch, Mapping):
             part = {key: self._part(key, value, layout) for key, value in batch.items()}
             if self.positions not in part:
-                part[self.positions] = self._numbers(layout, main)
+                part[self.positions] = self._numbers(layout, main) if counted is None else counted
         else:
             values = [self._part("", value, layout) for value in batch]
             part = type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-        self._layouts[self._main(part)] = layout
+        self._layouts[self._main(part)] = layout, counted
         return part
 
     def _main(self, batch: Batch) -> torch.Tensor:
@@ -123,15 +122,15 @@ class ContextSplit:
     def run_model(self, root: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of the whole model, or of a stage: in place of its own."""
         divided = self.divided
-        main, layout = self._shared(args, kwargs)
-        if layout is None:
+        main = self._shared(args, kwargs)
+        if main is None:
             self._check_whole(root, args, kwargs)
             divided.ranks = None
             return forward(*args, **kwargs)
-        assert main is not None
+        layout, counted = self._layouts[main]
         divided.ranks, divided.rows = Ranks(self.group, self.rank, layout), main.shape[0]
         if self.positions not in kwargs:
-            kwargs = {**kwargs, self.positions: self._numbers(layout, main)}
+            kwargs = {**kwargs, self.positions: self._numbers(layout, main) if counted is None else counted}
         calls = divided.calls
         with Watch(divided):
             output = forward(*args, **kwargs)
@@ -146,11 +145,9 @@ class ContextSplit:
             )
         return output
 
-    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, Layout | None]:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value in self._layouts:
-                return value, self._layouts[value]
-        return None, None
+    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        return next((value for value in given if value in self._layouts), None)
 
     def _check_whole(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward on whole sequences is right where nothing is learnt: each rank would give the whole gradient."""
@@ -200,31 +197,18 @@ def shard_context(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
                 "torch.nn.functional.scaled_dot_product_attention; change the model, or use a plan with cp1",
                 row="module.mixes-tokens",
             )
-    context = ContextSplit(plan, mesh, placed.parts[0].root)
+    pipeline = placed.pipeline
+    whole = pipeline.blueprint if isinstance(pipeline, Pipeline) else placed.parts[0].root
+    context = ContextSplit(plan, mesh, whole)
     for part in placed.parts:
         wrap_forward(part.root, partial(context.run_model, part.root))
     for name, block in own_blocks(placed):
         wrap_forward(block, partial(context.run_block, name))
-    if isinstance(placed.pipeline, Pipeline):
-        wrap_forward(placed.pipeline.blueprint, _traced)
+    if isinstance(pipeline, Pipeline):
+        wrap_forward(pipeline.blueprint, _traced)
     return placed.with_(context=context)
 
 
 def _traced(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with Shapes():
         return forward(*args, **kwargs)
-
-
-def _positions_name(root: nn.Module) -> str:
-    inner = root.get_submodule(home_of(root).removesuffix("."))  # what a wrapper hands its keywords on to
-    names = inspect.signature(inner.forward).parameters
-    found = next((name for name in POSITIONS if name in names), None)
-    if found is None:
-        raise ModelError(
-            f"context parallelism: {type(root).__name__}.forward takes {', '.join(names) or 'nothing'}, needed one "
-            f"of {', '.join(POSITIONS)}: each rank holds tokens from the middle of the sequence, and the model must be "
-            "told which; add the argument (a model without positions takes it and leaves it unused), or use a plan "
-            "with cp1",
-            row="module.no-positions",
-        )
-    return found
