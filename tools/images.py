@@ -56,7 +56,7 @@ def plan_picture(space: Space, plan: Plan) -> str:
     chosen = Candidate(plan=plan, memory=memory, time=step)
     found = Search(goal="time", space=space, ranked=(chosen,), met=(chosen,), nearest=None, limit=memory.limit)
     names = sorted({name for rank in memory.stages for name in rank.terms if rank.terms[name]})
-    kinds = [STEP[kind] for kind in ("forward", "recompute", "backward", "exposed", "hidden", "bubble", "optimizer")]
+    kinds = [STEP[kind] for kind in STEP if kind != "weights"]
     sheet, y = [], 24
     title = (
         f"{space.profile.name} on {space.cluster.name}: {seconds(step.total)} a step, {step.tokens_per_s:,.0f} tokens/s"

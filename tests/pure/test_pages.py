@@ -70,6 +70,9 @@ def test_the_front_falls_with_time_as_its_plans_do() -> None:
     points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
     assert len(points) == len(found.front) > 5
     assert all(x >= x2 and y >= y2 for (x, y), (x2, y2) in pairwise(points))
+    words = [part.text or "" for part in picture(front_picture(found)).iter("text")]
+    slowest = max(each.time.total for each in found.seen) / min(each.time.total for each in found.seen)
+    assert any("per step or slower" in each for each in words) == (slowest > 4), "what lies on the edge may be slower"
 
 
 def test_a_long_name_of_a_moment_has_room() -> None:

@@ -190,7 +190,11 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
     if points:
         out.print(_front(points))
     dropped = ", ".join(f"{number:,} by {name}" for name, number in list(found.pruned.items())[:6] if number)
-    out.print(f"{found.estimated:,} plans estimated in full; families and plans dropped: {dropped}", style="dim")
+    out.print(
+        f"{found.estimated:,} plan{'s' * (found.estimated != 1)} estimated in full; "
+        f"families and plans dropped: {dropped}",
+        style="dim",
+    )
     show_assumed(out, whole, asked, found.space.stack)
     if found.best:
         out.print(f"written: {path}", markup=False)

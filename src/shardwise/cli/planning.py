@@ -264,13 +264,18 @@ def bar(terms: Mapping[str, float], limit: float, width: int = BAR) -> Text:
     return text.append(">" if total > limit else "|")
 
 
-def legend(terms: Mapping[str, float], spell: Any) -> Text:
-    """Names and values of the terms in their colours, the largest first."""
-    text = Text()
+def legend(terms: Mapping[str, float], spell: Any, width: int) -> Text:
+    """Names and values of the terms in their colours, the largest first, in lines of so many letters at most."""
+    text, at = Text(), 0
     colours = dict(zip(terms, COLOURS * 2, strict=False))
     for name, value in sorted(terms.items(), key=lambda item: -item[1]):
+        words = f"{name} {spell(value)}   "
+        if at and at + 2 + len(words.rstrip()) > width:  # a square, its name and its value stay on one line
+            text.append("\n")
+            at = 0
         text.append("█ ", style=colours[name])
-        text.append(f"{name} {spell(value)}   ")
+        text.append(words)
+        at += 2 + len(words)
     return text
 
 
@@ -286,7 +291,7 @@ def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> N
     for rank in shown if worst in shown else (*shown, worst):
         table.add_row(str(rank.rank), rank.phase, spelled(rank.allocated), bar(rank.terms, limit, width))
     out.print(table)
-    out.print(legend(worst.terms, lambda value: spelled(value, 2)))
+    out.print(legend(worst.terms, lambda value: spelled(value, 2), out.width))
     fits = "" if not memory.limit or memory.fits else f", {spelled(memory.device - memory.limit)} too much"
     back = f" (of it {spelled(memory.held)} held, and given back when memory runs short)" if memory.held else ""
     out.print(
@@ -311,7 +316,7 @@ def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
     out.print()
     out.print(f"step {seconds(step.total)} (time estimates: {band('time', cluster.device.name)})", markup=False)
     out.print(bar(step.terms, step.total, min(BAR, out.width - 1)))
-    out.print(legend(step.terms, seconds))
+    out.print(legend(step.terms, seconds, out.width))
     hidden = {name: value for name, value in step.hidden.items() if value > 0}
     if hidden:
         out.print("behind compute: " + ", ".join(f"{name} {seconds(value)}" for name, value in hidden.items()))

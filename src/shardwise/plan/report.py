@@ -85,7 +85,11 @@ def plan_table(
     for column in columns:
         table.add_column(column, overflow="fold")
     if spec:
-        model = ("model", spec.name, f"{spec.num_params:,} parameters, {spec.num_layers} blocks")
+        model = (
+            "model",
+            spec.name,
+            f"{spec.num_params:,} parameters, {spec.num_layers} block{'s' * (spec.num_layers != 1)}",
+        )
         table.add_row(*model, *(((reasons or {}).get("model", ""),) if reasons else ()))
     for name, value, meaning in plan_rows(plan, spec):
         table.add_row(name, value, meaning, *((reasons.get(name, ""),) if reasons else ()))
