@@ -37,6 +37,21 @@ def time_of(plan: str, work: Workload = WORK, profile=LLAMA, cluster=H100) -> St
     return estimate_time(profile, cluster, Plan.parse(plan), work)
 
 
+@pytest.mark.parametrize(
+    ("stack", "times"),
+    [("torchtitan", 8), ("deepspeed", 8), ("megatron-core", 1), ("megatron-bridge", 1)],
+)
+def test_what_stays_on_the_device_moves_once_a_step_beside_offloaded_states(stack: str, times: int) -> None:
+    """Megatron-Core adds gradients up on the device, and copies them and the new weights once."""
+    moved = replace(load_stack(stack), overlap_data=0.0)
+    work, node = replace(WORK, global_batch=64), load_cluster("h100:8")
+    one, eight = (
+        estimate_time(LLAMA, node, Plan.parse(f"dp8 zero1 / mb{n} / bf16 / offload=state"), work, stack=moved)
+        for n in (1, 8)
+    )
+    assert eight.terms["offload"] == pytest.approx(times * one.terms["offload"])
+
+
 def test_a_rank_alone_has_its_hosts_cores_for_itself() -> None:
     one, eight = (
         time_of(f"{axes} zero3 / bf16 / offload=state", cluster=load_cluster(f"v100:{ranks}"))

@@ -161,17 +161,24 @@ def host_rate(cluster: Cluster, world: int) -> float:
     return cluster.host_bandwidth * HOST_UPDATE * (HOST_ALONE if alone else 1.0)
 
 
-def offloaded_bytes(workload: Workload) -> float:
-    """Bytes per parameter that a micro-batch moves where its state is on the host: weights for each pass, gradients."""
-    return 2 * (workload.packed.width if workload.packed else 4) + 4 * workload.trained
+def offloaded_bytes(workload: Workload, micro_batches: int, stack: Stack) -> float:
+    """Bytes per parameter that a step moves where its state is on the host.
+
+    Each micro-batch brings the weights for both passes and takes gradients back. Where both stay on the device (neither
+    `Stack.offloads_weights` nor `offloads_grads`: Megatron-Core), a step takes gradients once and brings weights once.
+    """
+    weights, gradients = (workload.packed.width if workload.packed else 4.0), 4 * workload.trained
+    if not stack.offloads_weights and not stack.offloads_grads:
+        return 4 * workload.trained + gradients
+    return (2 * weights + gradients) * micro_batches
 
 
 def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str, float]:
     """Seconds of the optimizer by term, on the rank that takes longest.
 
     `optimizer`: its states, weights and gradients go once through memory, of the host where they are offloaded.
-    `offload`: what then moves beyond what hides; each micro-batch brings the shards to the device for both passes and
-    takes gradients back. `muon`: the iterations of the matrices, of which each rank that shares them makes its part.
+    `offload`: what then moves (`offloaded_bytes`) beyond what hides.
+    `muon`: the iterations of the matrices, of which each rank that shares them makes its part.
     `update-sends`: what the rule sends.
     """
     plan, device = division.plan, cluster.device
@@ -184,7 +191,7 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
     terms = {"optimizer": moved / (device.bandwidth * device.stream)}
     if plan.offload.state:
         terms["optimizer"] = moved / host_rate(cluster, plan.world)
-        sent = owned * offloaded_bytes(division.workload) * plan.batch.micro_batches
+        sent = owned * offloaded_bytes(division.workload, plan.batch.micro_batches, stack)
         terms["offload"] = sent / cluster.host_bandwidth * (1 - stack.overlap_data)
     if stack.name in OWN or plan.world == 1:  # alone, all iterate alike
         terms["muon"], terms["update-sends"] = rule_time(division, cluster, stack)

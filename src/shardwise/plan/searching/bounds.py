@@ -263,7 +263,7 @@ class Bounds(SizeBounds):
         each, every = (update_bytes(state, stack, pipe.core.precision) for state in self._state_bytes)
         traffic = (dense * each + experts * every) * work.trained * self.space.profile.trained
         if pipe.offloaded:
-            sent = (dense + experts) * offloaded_bytes(work) * count * (1 - stack.overlap_data)
+            sent = (dense + experts) * offloaded_bytes(work, count, stack) * (1 - stack.overlap_data)
             return traffic / host_rate(cluster, pipe.core.world) + sent / cluster.host_bandwidth
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
