@@ -17,7 +17,7 @@ from shardwise.plan.eager import rank as eager_rank
 from shardwise.plan.hosting import host_lack, on_host
 from shardwise.plan.memory import STATES, WORKSPACE, Memory, RankMemory, estimate_memory, gathered_of, states_of
 from shardwise.plan.plan import Axes, Offload, Plan, Schedule
-from shardwise.plan.ranks.activations import again_in, kept_in, saved_bytes, saving_of, working_bytes
+from shardwise.plan.ranks.activations import again_in, kept_in, kept_outputs, saved_bytes, saving_of, working_bytes
 from shardwise.plan.ranks.division import divide
 from shardwise.plan.ranks.stages import Stage, cut
 from shardwise.plan.reasons import decisions
@@ -601,3 +601,15 @@ def test_what_is_asked_of_ranks_that_hold_the_same_is_that_of_each(text: str) ->
 
     for ask in (partial(states_of, division, stack=stack), division.whole, costs):
         assert division.of_ranks(ask) == [ask(stages) for stages in division.ranks]
+
+
+def test_torchtitans_list_keeps_every_second_product_of_a_block_that_is_not_compiled() -> None:
+    profile, stack = profile_of(preset("llama-8b")), load_stack("torchtitan")
+    block, plan = profile.blocks[0], Plan.parse("fsdp8 / bf16 / recompute=ops")
+    eager, compiled = (
+        kept_outputs(block, saving_of(plan, replace(stack, fused=fused), 4096)) for fused in (False, True)
+    )
+    inputs, attention = 2 * 4096, 2 * 4096 + 4 * 32
+    q, k, v, out, gate, up, down = 4096, 1024, 1024, 4096, 14336, 14336, 4096
+    assert eager == inputs + attention + 2 * (q + v + gate + down)
+    assert compiled == inputs + attention + (q + k + v + out + gate + up + down)

@@ -91,7 +91,7 @@ class Stack:
     """A recomputed block keeps what attention gives, which does not run again (MaxText's `context: device`, or to the
     host `offload`)."""
     keeps_products: float = 1.0
-    """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest."""
+    """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest; 0.5: every second."""
     keeps_experts: bool = True
     """It keeps those of experts; False: grouped products are not in its list, and run again."""
     keeps_exchanged: bool = False

@@ -229,20 +229,34 @@ def _shard(op: Pointwise, how: Saving) -> float:
 def kept_outputs(block: Block, how: Saving) -> float:
     """Bytes per token under per-operator recompute: it keeps the outputs of products and attention, and its input.
 
-    And what experts' ranks send each other, where the stack's list has that.
+    And what experts' ranks send each other, where the stack's list has that. Operator by operator a share of the
+    products is every second, say, from the first on; of what a compiler needs behind them it is as much in bytes.
     """
-    total = _kept_inputs(block, how)
+    total, passed = _kept_inputs(block, how), 0
     for op in block.ops[block.ahead :]:
         if isinstance(op, Matmul):
             shard = how.tp if op.split == "column" or how.sequence else 1
             listed = not op.again and (how.experts or not op.experts)
-            total += op.gives * how.width / shard * how.products * listed
+            given = op.gives * how.products
+            if listed and 0 < how.products < 1 and not how.fused and not op.experts:
+                each = outputs_of(op, block)
+                given = sum(size for n, size in enumerate(each, start=passed) if n % round(1 / how.products) == 0)
+                passed += len(each)
+            total += given * how.width / shard * listed
         elif isinstance(op, Attention):
             total += _given(op, how)
         elif how.exchanged and op.name == "permute":
             row = op.moved / 2  # a token goes to each of its experts, and comes back from each, or summed up
             total += row * (op.per_choice + (1 if how.once else op.per_choice)) * how.width / _shard(op, how)
     return min(total, saved_bytes(block, how))
+
+
+def outputs_of(op: Matmul, block: Block) -> tuple[float, ...]:
+    """Elements per token that each of a product's parameters gives, in the order in which they run."""
+    if op.name == "qkv" and op.parts == 3 and len(block.attentions) == 1:
+        core = block.attentions[0]
+        return core.heads * core.qk_dim, core.kv_heads * core.qk_dim, core.kv_heads * core.v_dim
+    return (op.gives / max(op.parts, 1),) * max(op.parts, 1)
 
 
 @lru_cache(maxsize=4096)
