@@ -397,3 +397,20 @@ def test_modules_on_gpus_are_walked_too(plan: str) -> None:
     profile = read_module("denoising", Denoising, 4, "meta")
     closed = estimate_memory(profile, parsed, work, stack=load_stack("shardwise")).stages[0].allocated
     assert abs(closed / traced.peak - 1) <= BOUND, (closed, traced)
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    ("text", "rank", "seq", "batch"),
+    [
+        ("pp2 / interleaved mb4", 0, 64, 32),
+        ("pp2 / interleaved mb4", 1, 64, 32),
+        ("pp2 fsdp2 / 1f1b mb4", 1, 4, 8),
+    ],
+)
+def test_what_ranks_send_of_a_module_has_no_copy_on_gpus(text: str, rank: int, seq: int, batch: int) -> None:
+    """Gloo holds what was sent until the step ends, and sums in a copy: here a twentieth of the rest and more."""
+    made, plan, work = factory("tied"), Plan.parse(text), Workload(seq_len=seq, global_batch=batch)
+    traced = estimate_module_by_trace(made, plan, work, rank=rank * plan.world // plan.axes.pp, is_cpu=False)
+    memory = estimate_memory(read_module("tied", made, seq, "meta"), plan, work, stack=load_stack("shardwise"))
+    assert abs(memory.stages[rank].allocated / traced.peak - 1) <= BOUND, (memory.stages[rank], traced)

@@ -223,7 +223,7 @@ def _rank_memory(
     states |= placeholders(division, stages, states, stack)
     spike = max(update_spike(division, stages), compared(division, stages, stack)) if stack.name in OWN else 0.0
     if stack.eager:
-        moments = dict(eager_rank(division, rank, stages, states))
+        moments = dict(eager_rank(division, rank, stages, states, gloo=True))
         moments["update"] = {**moments["update"], "temporary": spike}
         return _largest(rank, moments)
     gradients = states.pop("gradients")
@@ -268,7 +268,7 @@ def _rank_memory(
             phases[name] = {"gradients": whole * (name != "update")} | rest if stack.offloads_grads else rest
     elif stack.name in OWN and not stack.fused and any(block.courses for block in division.profile.blocks):
         whole_states = states_of(division, stages, replace(stack, eager=True))
-        for name, terms in eager_rank(division, rank, stages, {**states, **whole_states}).items():
+        for name, terms in eager_rank(division, rank, stages, {**states, **whole_states}, gloo=False).items():
             if sum(terms.values()) > sum(phases.get(name, {}).values()):
                 phases[name] = dict(terms)  # of a module whose own forward was followed, moment by moment
     largest, sums = _largest(rank, phases)

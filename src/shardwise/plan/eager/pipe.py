@@ -114,14 +114,13 @@ class PipeRank(RankSizes):
         return {"gradients": given + sent + beside, "gathered": max(0.0, left)}
 
     def in_flight(self, moment: Moment) -> float:
-        """Bytes of what was sent and is kept until it has come, and of what comes and is not used."""
+        """Bytes of what was sent and is kept, by gloo or 1F1B's own lists, and of what comes and is not used."""
+        listed = self.plan.schedule.kind == "1f1b"
         # where no step was seen, what is put together from operators has room for the one that 1F1B keeps
-        counts = self.plan.schedule.kind != "1f1b" or course_of(self.stages[0].blocks[0], self.local)
-        numbers = zip(
-            moment.outputs if counts else (0,), moment.returning, moment.gradients, moment.coming, strict=True
-        )
+        ahead = course_of(self.stages[0].blocks[0], self.local) is not None if listed else self.gloo
+        numbers = zip(moment.outputs, moment.returning, moment.gradients, moment.coming, strict=True)
         elements = sum(
-            stage.handed * (on + returning) + stage.given * (back + coming)
+            stage.handed * (on * ahead + returning) + stage.given * (back * (listed or self.gloo) + coming)
             for stage, (on, returning, back, coming) in zip(self.stages, numbers, strict=True)
         )
         return self.sent_bytes(elements) - self.counted(self.stages[moment.turn]) * (moment.work == "F")

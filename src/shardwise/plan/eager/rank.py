@@ -20,20 +20,22 @@ ROUNDS = 12
 """Rounds of micro-batches of a pipeline that are gone through one by one, for each stage of a rank."""
 
 
-def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states: Terms) -> Mapping[str, Terms]:
+def eager_rank(
+    division: Division, rank: int, stages: tuple[Stage, ...], states: Terms, *, gloo: bool
+) -> Mapping[str, Terms]:
     """Bytes by term of one rank of the pipeline at each moment that may be its largest.
 
     `states`: weights, optimizer, and `gradients` as they are between micro-batches. Terms: these, the inputs of the
-    step, gathered weights, activations, logits, working set.
+    step, gathered weights, activations, logits, working set. `gloo`: joins ranks, with copies that NCCL has not.
     """
     plan = division.plan
     if plan.axes.pp == 1:
-        return _Rank(division, stages, dict(states)).moments()
+        return _Rank(division, stages, dict(states), gloo).moments()
     count, pp, turns = plan.batch.micro_batches, plan.axes.pp, len(stages)
 
     def moments(number: int) -> Mapping[str, Terms]:
         seen = moments_of(plan.schedule.kind, pp, turns, number)[rank]
-        return PipeRank(division, stages, dict(states)).moments(seen)
+        return PipeRank(division, stages, dict(states), gloo).moments(seen)
 
     rounds = max(0, count - ROUNDS * pp * turns) // pp
     if rounds < 2:
@@ -292,7 +294,7 @@ class _Rank(RankSizes):
         block, wide = self.chain[place][1], self.reduced_width
         shards = (shards or self.division.shards) if self.plan.zero else 1
         terms = self.gradients_at(place, 0.0, Held())
-        terms["gradients"] += (2 * own + own / shards - self.sent_behind(place)) * wide
+        terms["gradients"] += (self.copies(shards) * own + own / shards - self.sent_behind(place)) * wide
         if shards > 1:
             terms["gradients"] += last_of(block, self.division) * (wide if self.sums_first else self.width)
         if self.sums_first:

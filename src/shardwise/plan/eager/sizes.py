@@ -40,8 +40,8 @@ def larger(one: Terms | None, other: Terms) -> Terms:
 class RankSizes:
     """Sizes of one rank, and its moments."""
 
-    def __init__(self, division: Division, stages: tuple[Stage, ...], states: Terms) -> None:
-        self.division, self.stages, self.plan = division, stages, division.plan
+    def __init__(self, division: Division, stages: tuple[Stage, ...], states: Terms, gloo: bool) -> None:
+        self.division, self.stages, self.plan, self.gloo = division, stages, division.plan, gloo
         self.local = local_of(division.plan)
         self.width, self.tokens = self.local.width, division.tokens
         trained, whole = division.trained_share(stages), division.whole(stages)
@@ -353,22 +353,27 @@ class RankSizes:
         kept_apart = self.adds_up or (self.accumulates and not self.engine and not self.casts)
         return division.embedding_table * (kept_apart + 2 * all_there)
 
+    def copies(self, shards: int) -> int:
+        """How often gradients are there while ranks sum them: gloo sums in a copy, and alone a rank makes one."""
+        return 1 + (self.gloo or shards == 1)
+
     def reduction(
         self, gradients: float, unit: float, last: float | None = None, zeros: float = 0.0, shards: int = 0
     ) -> Terms:
         """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes.
 
-        Those that autograd gave are freed. Gloo sums in a copy, and where there are no shards torch makes one.
+        Those that autograd gave are freed.
         `last`: elements of the last tensor of them, which torch holds until they are over shards, where `gradients` are
         those before any is reduced. `zeros`: of what nobody uses, which are not among these.
         """
-        given = unit / ((shards or self.division.shards) if self.plan.zero else 1)
+        shards = (shards or self.division.shards) if self.plan.zero else 1
+        given = unit / shards
         narrow = self.own_width < self.reduced_width and not self.sums_first
         if self.held_width and not self.sums_first:
             given = self.kept_gradients / self.own_width
         elif not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
             given = 0.0 if last is None else last * (given < unit) + given - (unit - zeros)
-        return {**self.base, "gradients": gradients + (2 * unit + given) * self.reduced_width}
+        return {**self.base, "gradients": gradients + (self.copies(shards) * unit + given) * self.reduced_width}
 
     def local_experts(self, block: Block) -> float:
         """Elements of a block's experts on this rank."""
