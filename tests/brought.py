@@ -45,6 +45,20 @@ class Masked(Words):
         return x + self.mask[-1, : x.shape[1], None].to(x.dtype)
 
 
+class Given(Words):
+    """A table of numbers that were computed without torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.tensor([[float(i - j) for j in range(WIDTH)] for i in range(256)]))
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.places[: ids.shape[1]].to(self.head.weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Recurrent(nn.Module):
     """A residual LSTM: one kernel of a CPU, and on meta several for each token."""
 

@@ -15,7 +15,7 @@ from shardwise.diagnose.trace_module import training_of_module
 from shardwise.diagnose.trace_step import StepTrace, measure_step, trace_step
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
-from tests.brought import Unused
+from tests.brought import Given, Unused
 from tests.modules import factory, hugging_face
 from tests.parity.test_trace_memory import check_close, check_equal
 
@@ -35,13 +35,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def made(model: str) -> Any:
-    if model == "unused":
-        return Unused
+    if own := {"unused": Unused, "given": Given}.get(model):
+        return own
     return hugging_face(model, **EXPERTS) if model == "qwen3_moe" else factory(model)
 
 
 def training(model: str, optimizer: str = "adamw") -> Any:
-    seq = {"pictures": 3, "two": 64}.get(model, 64)
+    seq = {"pictures": 3, "residual": 3}.get(model, 64)
     return training_of_module(made(model), Workload(seq_len=seq, global_batch=8, optimizer=optimizer))
 
 
@@ -60,6 +60,17 @@ def test_equal_to_the_byte(world: Any, model: str, plan: str) -> None:
     for rank in {0, parsed.world - 1}:
         traced = trace_step(training(model), parsed, rank=rank)
         (check_close if parsed.axes.pp > 1 else check_equal)(traced, real[rank])
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("residual", "dp1 / bf16-pure"),  # batch norms keep moments in fp32, of their running sums
+        ("given", "dp1"),  # values that a constructor is given are kept, beside the buffer that has them
+    ],
+)
+def test_buffers_and_what_is_made_of_them_are_equal_too(world: Any, model: str, plan: str) -> None:
+    test_equal_to_the_byte(world, model, plan)
 
 
 def test_a_peak_in_a_reduction_is_equal_too(world: Any) -> None:

@@ -136,6 +136,8 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
             return self._spread_evenly(args[0].numel(), kwargs.get("minlength", args[2] if len(args) > 2 else 0))
         if str(func) == GROUPED:
             return grouped(*args)
+        if func is torch.ops.aten.native_batch_norm.default:
+            return normed(self._of_shapes(func, args, kwargs, given), given)
         return self._of_shapes(func, args, kwargs, given)
 
     def _of_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -184,6 +186,16 @@ def grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None =
     return left.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1))
 
 
+def normed(result: tuple[torch.Tensor, ...], given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What a batch norm gives. Shapes have its mean and deviation in the type of its input.
+
+    On memory they are in that of its running sums, or weights, which is wider where these stay in fp32.
+    """
+    output, *moments = result
+    wide = max((tensor.dtype for tensor in given), key=lambda dtype: dtype.itemsize)
+    return (output, *(moment.new_empty(moment.shape, dtype=wide) for moment in moments))
+
+
 @contextmanager
 def without_values(training: Training, plan: Plan, mesh: Mesh, ledger: Pretending) -> Iterator[Placed]:
     """Within it, `apply` of a factory without initial weights, and the ledger entered.
@@ -198,6 +210,7 @@ def without_values(training: Training, plan: Plan, mesh: Mesh, ledger: Pretendin
     ledger.num_experts = frozenset(count for count in counts if isinstance(count, int))
     placed = place(blueprint, plan, mesh, sample=training.sample, rules=training.rules)  # on meta, as `apply` does
     with ledger_of_shapes(ledger):
+        ledger.mark("rest", blueprint.constants.values())  # values that a constructor was given, which are kept
         device = mesh.device
         for part in placed.parts:
             allocate(part.root, device, torch.device("cpu") if plan.offload.state else device)
