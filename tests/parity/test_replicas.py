@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any, cast
 
@@ -11,10 +12,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ReplicaError
+from shardwise.models.moe import MoEDecoder
 from shardwise.testing import World
 from shardwise.train.guards.replicas import Replicas, checksum
 from shardwise.train.updates.update_rules import local_shard
-from tests.parity import points
+from tests.parity import grid, moe_models, points
 from tests.parity.points import Case
 from tests.parity.test_nonfinite import is_same, snapshot
 
@@ -196,6 +198,42 @@ def test_a_bit_of_the_optimizer_of_one_of_two_is_an_error_that_names_it(world: W
 @pytest.mark.parametrize("plan", ["dp2 tp2 / fp64", "dp2 fsdp2 / fp64", "pp2 dp2 / mb2 fp64"])
 def test_what_an_optimizer_keeps_is_alike_where_its_parameter_is(world: World, plan: str, optimizer: str) -> None:
     assert all(not seen for seen, _ in world(4, state_flipped, plan, optimizer, {}))
+
+
+def quiet(text: str, state_dtype: str) -> tuple[list[Any], set[str]]:
+    """Four steps of a mixture of experts with an average, a check after each: what was said, and the state compared."""
+    plan, events = sw.Plan.parse(text), list[Any]()
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(functools.partial(MoEDecoder, WIDE), plan, mesh, seed=1)
+        batches = sw.loader(grid.Rows(), grid.batch(plan, 8), mesh, seed=3)
+        optimizer = sw.adamw(placed, lr=1e-2, state_dtype=state_dtype)
+        state = sw.TrainState(placed, optimizer, batches, ema=sw.Ema(placed, 0.9))
+        step = sw.make_step(state, moe_models.LOSSES, options=CHECK)
+        for _ in range(4):
+            events += step(next(batches)).events
+        held = [name for tensors in Replicas(state)._held(is_trained=True).values() for name in tensors]
+        return events, {name.rpartition(".")[2] for name in held if name.startswith("optim.")}
+
+
+WIDE = moe_models.config(dim=64, ffn_dim=64, num_layers=1, score="sigmoid", bias_rate=0.05)
+"""Weights large enough for averages of 8 bits."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "state_dtype", "kept"),
+    [
+        ("dp2 fsdp2 ep2 / fp32", "8bit", {"step", "exp_avg", "exp_avg_sq", "codes", "codes_sq", "scale", "scale_sq"}),
+        ("dp2 tp2 / mb2 / fp16", "fp32", {"step", "exp_avg", "exp_avg_sq"}),
+        ("dp2 fsdp2 zero1 / mb2 / fp32 offload=state", "fp32", {"step", "exp_avg", "exp_avg_sq"}),
+        pytest.param("dp2 cp2 / fp32", "8bit", {"codes"}, marks=pytest.mark.soak),
+        pytest.param("dp2 fsdp2 zero2 / mb2 / bf16-pure", "bf16", {"master"}, marks=pytest.mark.soak),
+    ],
+)
+def test_nothing_is_said_where_experts_scalers_and_codes_are_alike(
+    world: World, plan: str, state_dtype: str, kept: set[str]
+) -> None:
+    for events, found in world(4, quiet, plan, state_dtype):
+        assert not events and kept <= found, (events, found)
 
 
 class Counting(nn.Module):
