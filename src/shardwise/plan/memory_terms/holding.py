@@ -226,8 +226,8 @@ def _of_root(
     behind = max(moments, key=lambda terms: sum(terms.values()))
     found: dict[str, Mapping[str, float]] = {"backward": {**kept, **behind, **output}}
     if plan.reshards or not several:
-        ahead = {"gradients": gradients + sent_before(division, stack), **output} if several else {}
-        found["loss"] = {**kept, "gathered": 2 * (root + first) * width, **ahead}
+        ahead = {"gradients": gradients, **output} if several else {}
+        found["loss"] = {**kept, "gathered": 2 * (root + first) * width + sent_before(division, stack), **ahead}
     return found
 
 
