@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss, relu
 import shardwise as sw
 from gpu_predict import GIB
 from shardwise.cli.estimate import as_asked
-from shardwise.cli.planning import question
+from shardwise.cli.options.planning import question
 from shardwise.errors import ShardwiseError
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.memory import estimate_memory

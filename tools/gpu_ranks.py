@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from gpu_modules import Bottleneck
 from gpu_predict import loss_fn
-from shardwise.cli.subjects import subject_for
+from shardwise.cli.options.subjects import subject_for
 from shardwise.diagnose.verify import Options, Verifier
 from shardwise.launch.environment import BACKEND, HOST
 from shardwise.launch.forked import World

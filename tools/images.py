@@ -13,7 +13,7 @@ import tempfile
 from html import escape
 from pathlib import Path
 
-from shardwise.cli.planning import question
+from shardwise.cli.options.planning import question
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.pictures import COLOURS, STEP, memory_picture, mesh_on_nodes, step_picture
 from shardwise.plan.plan import Plan

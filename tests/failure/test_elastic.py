@@ -22,12 +22,12 @@ import psutil
 import pytest
 import torch
 
-from shardwise.cli.elastic import Asked, elastic_policy, plan_here
 from shardwise.cli.main import main
+from shardwise.cli.options.elastic import Asked, elastic_policy, plan_here
 from shardwise.errors import ExitCode, LaunchError, UsageError
-from shardwise.launch.elastic import Elastic, Fleet
-from shardwise.launch.elastic_nodes import plan_of_world
-from shardwise.launch.elastic_plan import Known
+from shardwise.launch.elastic.nodes import plan_of_world
+from shardwise.launch.elastic.plan import Known
+from shardwise.launch.elastic.slots import Elastic, Fleet
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job
 from shardwise.launch.local import Failure

@@ -22,13 +22,13 @@ from shardwise.cli.run import recovery
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.journal import read_records
 from shardwise.launch import local
-from shardwise.launch.elastic import Change, Elastic, Fleet, Team, Transition
+from shardwise.launch.elastic.slots import Change, Elastic, Fleet, Team, Transition
 from shardwise.launch.job import Job
 from shardwise.launch.local import Leavers, Outcome, outcome_of, wait_for
+from shardwise.launch.nodes.worlds import World, Worlds
 from shardwise.launch.recovery import Recovering, Recovery
 from shardwise.launch.stopping import Stopping
 from shardwise.launch.supervisor import Supervisor
-from shardwise.launch.worlds import World, Worlds
 from shardwise.plan.plan import Plan
 from shardwise.records import say
 from shardwise.train import metrics

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.checkpoint.compare import verify
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.retention import Retention
-from shardwise.launch.resuming import read_held_out
+from shardwise.launch.rank.resuming import read_held_out
 from shardwise.testing.world import World
 from shardwise.train.kept.rundir import RunDir
 from tests.failure.as_rank import typed

@@ -23,8 +23,8 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ExitCode
+from shardwise.launch.forking.nursery import STANDBY_NICE, may_raise_priority
 from shardwise.launch.local import Failure
-from shardwise.launch.nursery import STANDBY_NICE, may_raise_priority
 from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.testing.killer import Killer
 from shardwise.testing.world import World

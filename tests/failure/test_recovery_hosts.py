@@ -23,11 +23,11 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from shardwise.cli.nodes import ranks_per_host
+from shardwise.cli.options.nodes import ranks_per_host
 from shardwise.errors import ExitCode, LaunchError, UsageError
-from shardwise.launch import meeting
+from shardwise.launch.forking.lines import Line
 from shardwise.launch.job import Job, Nodes
-from shardwise.launch.lines import Line
+from shardwise.launch.nodes import meeting
 from shardwise.launch.stopping import Stopping
 from shardwise.testing.killer import Killer
 from shardwise.testing.world import World

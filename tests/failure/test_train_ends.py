@@ -19,8 +19,8 @@ import pytest
 from shardwise.checkpoint.directory import Directory
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ExitCode
-from shardwise.launch import session
-from shardwise.launch.session import Session
+from shardwise.launch.rank import session
+from shardwise.launch.rank.session import Session
 from shardwise.testing.world import World
 from shardwise.train.kept.rundir import RunDir, check_not_lost
 from shardwise.train.progress import Sight, open_progress

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from shardwise.diagnose.trace_estimate import training_of
-from shardwise.diagnose.trace_step import StepPeaks, trace_step
+from shardwise.diagnose.tracing.estimate import training_of
+from shardwise.diagnose.tracing.step import StepPeaks, trace_step
 from shardwise.findings import errors_in
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import check

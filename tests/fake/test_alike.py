@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli import hf
+from shardwise.cli.options import hf
 from shardwise.model.alike import enough, kinds_of, shorten
 from tests.parity import hf_models
 

@@ -1,4 +1,4 @@
-"""What `diagnose/torch_private.py` takes from torch is still there, and still means what it meant."""
+"""What `diagnose/tracing/torch_private.py` takes from torch is still there, and still means what it meant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.diagnose import torch_private
-from shardwise.diagnose.ledger import Ledger
+from shardwise.diagnose.tracing import torch_private
+from shardwise.diagnose.tracing.ledger import Ledger
 from shardwise.testing import fake_world
 
 

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.cli.estimate import estimate
-from shardwise.cli.hf import planned_hf, sizes_of
-from shardwise.cli.made_for import question_of
+from shardwise.cli.options.hf import planned_hf, sizes_of
+from shardwise.cli.options.made_for import question_of
+from shardwise.cli.options.planning import Question, question
 from shardwise.cli.plan import plan
-from shardwise.cli.planning import Question, question
 from shardwise.diagnose import read_module as reading
 from shardwise.diagnose.read_module import ONE_BLOCK, Planned, planned_module, read_planned
-from shardwise.diagnose.trace_module import estimate_module_by_trace
+from shardwise.diagnose.tracing.module import estimate_module_by_trace
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model.hf_plan import caches_keys
 from shardwise.model.stacks import block_pattern, find_blocks

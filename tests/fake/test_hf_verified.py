@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from shardwise.diagnose import random_hf
-from shardwise.diagnose.random_hf import check_name, shape_of, small_config
+from shardwise.diagnose.verifying import random_hf
+from shardwise.diagnose.verifying.random_hf import check_name, shape_of, small_config
 from shardwise.errors import ConfigError, ModelError
 from shardwise.models.hf import build, hf_config, hf_factory
 from shardwise.models.hf_sizes import shrunk_config, text_of

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.diagnose.trace_estimate import by_axis, estimate_by_trace, training_of
-from shardwise.diagnose.trace_step import trace_step
+from shardwise.diagnose.tracing.estimate import by_axis, estimate_by_trace, training_of
+from shardwise.diagnose.tracing.step import trace_step
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.memory import estimate_memory

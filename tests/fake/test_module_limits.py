@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.cli.hf import hf_findings
+from shardwise.cli.options.hf import hf_findings
 from shardwise.errors import ModelError
 from shardwise.plan.rows.modules import MODULES
 from shardwise.testing import fake_world

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise.diagnose.read_module import example_length, example_of, read_module
-from shardwise.diagnose.trace_module import estimate_module_by_trace
+from shardwise.diagnose.tracing.module import estimate_module_by_trace
 from shardwise.errors import ModelError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.course import Held

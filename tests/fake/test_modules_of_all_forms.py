@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.cli.reading import how_read
+from shardwise.cli.options.reading import how_read
 from shardwise.diagnose.read_module import read_module
 from shardwise.hardware.cluster import load_cluster
 from shardwise.plan.plan import Plan

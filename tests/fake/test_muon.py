@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.diagnose.trace_estimate import training_of
-from shardwise.diagnose.trace_step import trace_step
+from shardwise.diagnose.tracing.estimate import training_of
+from shardwise.diagnose.tracing.step import trace_step
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import build

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.auto import this_machine
-from shardwise.cli.config import read_configuration
-from shardwise.cli.derive import Surroundings, derive
 from shardwise.cli.main import main
+from shardwise.cli.options.auto import this_machine
+from shardwise.cli.options.config import read_configuration
+from shardwise.cli.options.derive import Surroundings, derive
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.plan import Plan
@@ -86,7 +86,7 @@ def test_cores_have_the_memory_of_this_machine(script: str, monkeypatch: pytest.
         "--dry-run",
     ]
     for gib, code in ((2, ExitCode.REFUSED), (8, ExitCode.OK)):
-        monkeypatch.setattr("shardwise.cli.auto.host_memory", partial(int, gib * GIB))
+        monkeypatch.setattr("shardwise.cli.options.auto.host_memory", partial(int, gib * GIB))
         assert this_machine(None, 4).device.memory == gib * GIB / 4
         with pytest.raises(SystemExit) as ended:
             main(words)

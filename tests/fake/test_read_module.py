@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.cli.planning import question
+from shardwise.cli.options.planning import question
 from shardwise.diagnose.read_module import example_length, example_of, read_module, refused_axes
 from shardwise.errors import ModelError
 from shardwise.hardware.cluster import load_cluster

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.diagnose.evidence import _as_known
+from shardwise.diagnose.verifying.evidence import _as_known
 from shardwise.train.guards.fingerprints import row_forms, row_names
 
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 7], [5, 6], [5, 0], [4, 4, 4]]

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.diagnose.read_module import read_module
-from shardwise.diagnose.trace_module import estimate_module_by_trace
-from shardwise.diagnose.without_values import grouped
+from shardwise.diagnose.tracing.module import estimate_module_by_trace
+from shardwise.diagnose.tracing.without_values import grouped
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.course import DRAWN
 from shardwise.model.profile import Profile

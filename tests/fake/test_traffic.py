@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.diagnose.trace_estimate import training_of
-from shardwise.diagnose.trace_step import trace_step
+from shardwise.diagnose.tracing.estimate import training_of
+from shardwise.diagnose.tracing.step import trace_step
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.diagnose.trace_estimate import training_of
-from shardwise.diagnose.trace_step import trace_step
+from shardwise.diagnose.tracing.estimate import training_of
+from shardwise.diagnose.tracing.step import trace_step
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload

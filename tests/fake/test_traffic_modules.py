@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.diagnose.module_step import module_step
 from shardwise.diagnose.read_module import example_length, example_of
-from shardwise.diagnose.trace_module import estimate_module_by_trace
+from shardwise.diagnose.tracing.module import estimate_module_by_trace
+from shardwise.diagnose.tracing.module_step import module_step
 from shardwise.errors import ModelError, PlanError
 from shardwise.findings import errors_in
 from shardwise.plan.constraints import check

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.diagnose.trace_estimate import OPTIMIZERS, training_of
-from shardwise.diagnose.trace_step import trace_step
+from shardwise.diagnose.tracing.estimate import OPTIMIZERS, training_of
+from shardwise.diagnose.tracing.step import trace_step
 from shardwise.plan.messages.scene import Collective
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of

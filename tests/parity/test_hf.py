@@ -14,8 +14,8 @@ import torch
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 import shardwise as sw
-from shardwise.cli.hf import hf_findings
-from shardwise.diagnose.random_hf import check_name
+from shardwise.cli.options.hf import hf_findings
+from shardwise.diagnose.verifying.random_hf import check_name
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.model.hf_plan import DECLARED
 from shardwise.model.stacks import find_blocks

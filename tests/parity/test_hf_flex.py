@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.cli.hf import hf_findings
+from shardwise.cli.options.hf import hf_findings
 from shardwise.testing.world import World
 from tests.parity import hf_models
 from tests.parity.grid import Trace, differences

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.diagnose.ledger import Ledger, axis_names
-from shardwise.diagnose.trace_estimate import training_of
+from shardwise.diagnose.tracing.estimate import training_of
+from shardwise.diagnose.tracing.ledger import Ledger, axis_names
 from shardwise.model.profile import profile_of
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan

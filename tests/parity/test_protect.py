@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ExitCode, SpikeError, UsageError
-from shardwise.launch.allowed import quarantined
+from shardwise.launch.rank.allowed import quarantined
 from shardwise.testing import World, WorldError
 from shardwise.train.data.loader_options import LoaderOptions
 from shardwise.train.protect import Protection, z_score

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from shardwise.launch.resuming import begin
+from shardwise.launch.rank.resuming import begin
 from shardwise.testing.world import World
 from tests.parity.placing import full
 

@@ -32,7 +32,7 @@ from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import app
 from shardwise.errors import CheckpointError, ConfigError, UsageError
-from shardwise.launch.resuming import resume
+from shardwise.launch.rank.resuming import resume
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World, WorldError
 from shardwise.train.kept.rundir import find_checkpoint

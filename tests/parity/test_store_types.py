@@ -18,7 +18,7 @@ from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
-from shardwise.launch.allowed import go_on as run_goes_on
+from shardwise.launch.rank.allowed import go_on as run_goes_on
 from shardwise.models.moe import MoEConfig, MoEDecoder
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import Mesh, open_mesh

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.diagnose.ledger import KINDS
-from shardwise.diagnose.trace_estimate import estimate_by_trace
-from shardwise.diagnose.trace_step import StepTrace, measure_step, trace_step
-from shardwise.diagnose.without_values import Training, token_loss
+from shardwise.diagnose.tracing.estimate import estimate_by_trace
+from shardwise.diagnose.tracing.ledger import KINDS
+from shardwise.diagnose.tracing.step import StepTrace, measure_step, trace_step
+from shardwise.diagnose.tracing.without_values import Training, token_loss
 from shardwise.errors import ModelError
 from shardwise.model.spec import ModelSpec
 from shardwise.models.decoder import Decoder, DecoderConfig

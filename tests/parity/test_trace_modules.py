@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.diagnose.trace_estimate import OPTIMIZERS
-from shardwise.diagnose.trace_module import training_of_module
-from shardwise.diagnose.trace_step import StepTrace, measure_step, trace_step
+from shardwise.diagnose.tracing.estimate import OPTIMIZERS
+from shardwise.diagnose.tracing.module import training_of_module
+from shardwise.diagnose.tracing.step import StepTrace, measure_step, trace_step
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 from tests.brought import Given, Unused

@@ -15,10 +15,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.cli import verify as verify_verb
 from shardwise.cli.main import main
-from shardwise.cli.subjects import subject_for
-from shardwise.diagnose.faults import FAULTS, Evidence
-from shardwise.diagnose.subject import Failed, Run, Subject, record
+from shardwise.cli.options.subjects import subject_for
 from shardwise.diagnose.verify import Options, Report, Verifier, _factor, _finding
+from shardwise.diagnose.verifying.faults import FAULTS, Evidence
+from shardwise.diagnose.verifying.subject import Failed, Run, Subject, record
 from shardwise.launch.forked import WorldError
 from shardwise.train.guards.witness import Request
 

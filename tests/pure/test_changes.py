@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ChangedError, CheckpointError, UsageError
-from shardwise.launch.elastic_plan import has_same_maths
+from shardwise.launch.elastic.plan import has_same_maths
 from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
 from shardwise.train.kept.changes import (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.config import read_clip, read_count
 from shardwise.cli.main import VERBS, main
+from shardwise.cli.options.config import read_clip, read_count
 from shardwise.cli.output import print_json
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.version import __version__

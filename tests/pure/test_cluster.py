@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.planning import question
+from shardwise.cli.options.planning import question
 from shardwise.errors import ConfigError, UsageError
 from shardwise.hardware.cluster import Cluster, Link, cluster_from, device_names, load_cluster
 from shardwise.hardware.presets import device_named

@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 import pytest
 
-from shardwise.cli.config import Configuration, Given, Origin, read_configuration
-from shardwise.cli.derive import Derived, Surroundings, derive, workload_optimizer
-from shardwise.cli.made_for import MadeFor, save_plan
-from shardwise.cli.resolved import configuration_json, configuration_toml
+from shardwise.cli.options.config import Configuration, Given, Origin, read_configuration
+from shardwise.cli.options.derive import Derived, Surroundings, derive, workload_optimizer
+from shardwise.cli.options.made_for import MadeFor, save_plan
+from shardwise.cli.options.resolved import configuration_json, configuration_toml
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.plan.plan import Plan
@@ -242,7 +242,7 @@ def test_a_plan_for_devices_without_a_known_name_is_asked_for() -> None:
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.cli.auto.host_memory", lambda: 16 * 2**30)
+    monkeypatch.setattr("shardwise.cli.options.auto.host_memory", lambda: 16 * 2**30)
     with pytest.raises(PlanError, match="llama-8b does not fit 2 x cpu with 8.0 GiB each.*needs the least"):
         resolve("model.preset=llama-8b")
 

@@ -12,8 +12,8 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.errors import ExitCode, UsageError
 from shardwise.hardware.cluster import load_cluster
-from shardwise.launch.elastic import APART, Elastic, Fleet, Team, parse_slots, parse_span, spell_slots
-from shardwise.launch.elastic_plan import Known, has_same_maths, plan_for, rows_of
+from shardwise.launch.elastic.plan import Known, has_same_maths, plan_for, rows_of
+from shardwise.launch.elastic.slots import APART, Elastic, Fleet, Team, parse_slots, parse_span, spell_slots
 from shardwise.launch.job import Job
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.diagnose.clues import Evidence
-from shardwise.diagnose.faults import FAULTS, causes
+from shardwise.diagnose.verifying.clues import Evidence
+from shardwise.diagnose.verifying.faults import FAULTS, causes
 from shardwise.model.spec import ModelSpec, preset, presets
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import Plan
@@ -76,7 +76,7 @@ def test_the_page_lists_every_fault() -> None:
 
 
 def test_the_list_needs_no_torch() -> None:
-    code = "import sys, shardwise.diagnose.faults, shardwise.plan.shrink; print('torch' in sys.modules)"
+    code = "import sys, shardwise.diagnose.verifying.faults, shardwise.plan.shrink; print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.cli.estimate import estimates
 from shardwise.cli.main import main
-from shardwise.cli.planning import question
+from shardwise.cli.options.planning import question
 from shardwise.errors import ConfigError, DataError, ExitCode, ModelError, PlanError
 from shardwise.model.hf_plan import DECLARED, Fact, hf_rules
 from shardwise.model.rules import STYLES, match

@@ -58,7 +58,7 @@ def test_a_plan_takes_no_torch() -> None:
 
 
 def test_the_planner_takes_nothing_that_only_training_needs() -> None:
-    heavy = "{'torch', 'tomlkit', 'psutil', 'shardwise.train.settings', 'shardwise.cli.derive'}"
+    heavy = "{'torch', 'tomlkit', 'psutil', 'shardwise.train.settings', 'shardwise.cli.options.derive'}"
     assert run(f"import sys, shardwise.cli.plan; print({heavy} & set(sys.modules))").strip() == "set()"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint.format import Box
-from shardwise.cli.kept import check_places, has_checkpoints
+from shardwise.cli.options.kept import check_places, has_checkpoints
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.train.kept.rundir import RunDir
 from shardwise.train.settings import TrainSettings

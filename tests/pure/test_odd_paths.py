@@ -17,7 +17,7 @@ from shardwise.checkpoint.foreign.convert import Options, convert
 from shardwise.checkpoint.foreign.names import read_rules
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.remote import located
-from shardwise.cli.config import read_configuration
+from shardwise.cli.options.config import read_configuration
 from shardwise.errors import CheckpointError, ConfigError, DataError, UsageError
 from shardwise.records import write_file
 from shardwise.train.kept.rundir import RunDir, check_out, check_writable, find_checkpoint

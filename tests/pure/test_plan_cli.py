@@ -15,13 +15,13 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner, Result
 
-from shardwise.cli.counts import count_of, length_of
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
-from shardwise.cli.made_for import load_made_for, save_plan
 from shardwise.cli.main import _command, main
+from shardwise.cli.options.counts import count_of, length_of
+from shardwise.cli.options.made_for import load_made_for, save_plan
+from shardwise.cli.options.planning import question
 from shardwise.cli.plan import plan
-from shardwise.cli.planning import question
 from shardwise.errors import ExitCode, ShardwiseError, UsageError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.ops import Attention

@@ -19,10 +19,10 @@ from rich.console import Console
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
 from shardwise.cli.letters import plain_letters
-from shardwise.cli.made_for import MadeFor, question_of, save_plan
 from shardwise.cli.main import READER_LEFT, main
+from shardwise.cli.options.made_for import MadeFor, question_of, save_plan
+from shardwise.cli.options.planning import check_path, question, read_cluster, show_memory
 from shardwise.cli.plan import plan, words_of
-from shardwise.cli.planning import check_path, question, read_cluster, show_memory
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.hardware.cluster import GIB, load_cluster
 from shardwise.model.profile import profile_of

@@ -23,8 +23,8 @@ from shardwise.checkpoint.directory import Directory
 from shardwise.checkpoint.files import LOCAL
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.manifest import MAX_FILE, Manifest
-from shardwise.cli.config import read_configuration
 from shardwise.cli.main import main
+from shardwise.cli.options.config import read_configuration
 from shardwise.errors import CheckpointError, ExitCode, ShardwiseError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.rules_file import load_rules

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch.forking.server import can_fork, server_for
 from shardwise.launch.job import Job
-from shardwise.launch.server import can_fork, server_for
 from shardwise.launch.warm import TRAINING, modules_of
 
 

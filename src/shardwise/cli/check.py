@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shardwise.cli.counts import LENGTH_HELP, length_of
+from shardwise.cli.options.counts import LENGTH_HELP, length_of
 from shardwise.errors import ExitCode, PlanError
 from shardwise.extras import optional_module
 from shardwise.findings import Finding, errors_in
@@ -54,7 +54,7 @@ def _declared(model: str) -> Any:
 
 
 def _declared_findings(config: Any, plan: Plan) -> list[Finding]:
-    from shardwise.cli.hf import hf_findings
+    from shardwise.cli.options.hf import hf_findings
 
     return hf_findings(config, plan)
 

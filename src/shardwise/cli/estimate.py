@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from shardwise.cli.adapted import AdaptersOption, BaseOption, refuse_traced
-from shardwise.cli.made_for import question_of
-from shardwise.cli.output import console, plan_json, print_json, show_likeness
-from shardwise.cli.plan import load_plan
-from shardwise.cli.planning import (
+from shardwise.cli.options.adapted import AdaptersOption, BaseOption, refuse_traced
+from shardwise.cli.options.made_for import question_of
+from shardwise.cli.options.planning import (
     BatchOption,
     BlocksOption,
     ClusterOption,
@@ -31,8 +29,10 @@ from shardwise.cli.planning import (
     show_memory,
     show_time,
 )
+from shardwise.cli.options.uneven import ImbalanceOption
+from shardwise.cli.output import console, plan_json, print_json, show_likeness
+from shardwise.cli.plan import load_plan
 from shardwise.cli.traffic import sent_by
-from shardwise.cli.uneven import ImbalanceOption
 from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.constraints import check, refuse, refuse_frozen
@@ -44,7 +44,7 @@ from shardwise.plan.stack import Stack
 from shardwise.plan.timing import StepTime, estimate_time
 
 if TYPE_CHECKING:
-    from shardwise.diagnose.trace_estimate import TracedEstimate
+    from shardwise.diagnose.tracing.estimate import TracedEstimate
 
 
 def estimate(
@@ -114,8 +114,8 @@ def _traced(plan: Plan, asked: Question) -> list[TracedEstimate]:
     Raises:
         ModelError: sizes that no model of Shardwise's own has; a module that needs values.
     """
-    from shardwise.diagnose.trace_estimate import estimate_by_trace  # torch, for those who ask
-    from shardwise.diagnose.trace_module import estimate_module_by_trace
+    from shardwise.diagnose.tracing.estimate import estimate_by_trace  # torch, for those who ask
+    from shardwise.diagnose.tracing.module import estimate_module_by_trace
 
     ranks = [0, plan.world - 1] if plan.axes.pp > 1 else [0]
     is_cpu = asked.cluster.device.name.startswith("cpu")

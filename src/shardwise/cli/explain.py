@@ -7,12 +7,10 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
-from shardwise.cli.adapted import AdaptersOption, BaseOption
 from shardwise.cli.estimate import as_asked, estimates
-from shardwise.cli.made_for import load_made_for, question_of
-from shardwise.cli.output import console, plan_json, print_json, show_likeness
-from shardwise.cli.plan import load_plan
-from shardwise.cli.planning import (
+from shardwise.cli.options.adapted import AdaptersOption, BaseOption
+from shardwise.cli.options.made_for import load_made_for, question_of
+from shardwise.cli.options.planning import (
     BatchOption,
     BlocksOption,
     ClusterOption,
@@ -30,7 +28,9 @@ from shardwise.cli.planning import (
     show_memory,
     show_time,
 )
-from shardwise.cli.uneven import ImbalanceOption
+from shardwise.cli.options.uneven import ImbalanceOption
+from shardwise.cli.output import console, plan_json, print_json, show_likeness
+from shardwise.cli.plan import load_plan
 from shardwise.errors import ConfigError, UsageError
 from shardwise.plan.reasons import binds, decisions
 from shardwise.plan.report import mesh_picture

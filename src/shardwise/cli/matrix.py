@@ -15,15 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.options.subjects import subject_for
 from shardwise.cli.output import console, print_json
-from shardwise.cli.subjects import subject_for
 from shardwise.errors import UsageError
 from shardwise.plan.plan import Axes, Plan
 
 if TYPE_CHECKING:
     from shardwise.diagnose.matrix import Cell
-    from shardwise.diagnose.subject import Subject
     from shardwise.diagnose.verify import Options, Report
+    from shardwise.diagnose.verifying.subject import Subject
 
 _MARKS = {"proven": ("ok", "green"), "different": ("XX", "bold red"), "refused": ("--", "dim")}
 

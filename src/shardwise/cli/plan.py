@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.adapted import AdaptersOption, BaseOption, adapted
-from shardwise.cli.made_for import made_for, save_plan
-from shardwise.cli.output import console, plan_json, print_json, show_likeness, waiting
-from shardwise.cli.planning import (
+from shardwise.cli.options.adapted import AdaptersOption, BaseOption, adapted
+from shardwise.cli.options.made_for import made_for, save_plan
+from shardwise.cli.options.planning import (
     BatchOption,
     BlocksOption,
     JsonOption,
@@ -36,7 +35,8 @@ from shardwise.cli.planning import (
     show_memory,
     show_time,
 )
-from shardwise.cli.uneven import ImbalanceOption, unevenly
+from shardwise.cli.options.uneven import ImbalanceOption, unevenly
+from shardwise.cli.output import console, plan_json, print_json, show_likeness, waiting
 from shardwise.errors import ConfigError, ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shardwise.cli.devices import launched
+from shardwise.cli.options.devices import launched
+from shardwise.cli.options.planning import check_path
 from shardwise.cli.output import console, print_json
-from shardwise.cli.planning import check_path
 from shardwise.errors import UsageError
 from shardwise.hardware.cluster import GIB, Cluster, Device, Loading, load_cluster
 from shardwise.plan.spelled import seconds

@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.options.subjects import named_spec
 from shardwise.cli.output import console, print_json
-from shardwise.cli.subjects import named_spec
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.extras import optional_module
 from shardwise.model.rules_file import Rules, load_rules

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from shardwise.cli.auto import AUTO, auto_plan, this_machine
-from shardwise.cli.devices import launched, local_devices, surroundings
-from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, plan_here
-from shardwise.cli.nodes import ranks_per_host, supervised
+from shardwise.cli.options.auto import AUTO, auto_plan, this_machine
+from shardwise.cli.options.devices import launched, local_devices, surroundings
+from shardwise.cli.options.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, plan_here
+from shardwise.cli.options.nodes import ranks_per_host, supervised
+from shardwise.cli.options.planning import BatchOption, OptimizerOption, SeqOption, question
 from shardwise.cli.output import plan_json, print_json
-from shardwise.cli.planning import BatchOption, OptimizerOption, SeqOption, question
 from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.journal import add_record
-from shardwise.launch.elastic_plan import Known
+from shardwise.launch.elastic.plan import Known
 from shardwise.launch.environment import Launch
+from shardwise.launch.forking.server import server_for
 from shardwise.launch.job import Job, Nodes
 from shardwise.launch.local import Outcome, run_local
-from shardwise.launch.server import server_for
 from shardwise.launch.stopping import Stopping, catching, no_longer
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwise.cli.planning import Question
+from shardwise.cli.options.planning import Question
 from shardwise.errors import ModelError
 from shardwise.plan.messages.modules import collectives_of_module, unlisted
 from shardwise.plan.messages.scene import Collective
@@ -57,8 +57,8 @@ def sent_by(plan: Plan, asked: Question) -> Sent:
     is_cpu = asked.cluster.device.name == "cpu"
     if asked.spec is not None:
         return Sent(collectives_of(asked.spec, plan, asked.workload, rank=RANK, is_cpu=is_cpu))
-    from shardwise.diagnose.module_step import module_step  # torch, for those who ask
-    from shardwise.diagnose.trace_module import estimate_module_by_trace
+    from shardwise.diagnose.tracing.module import estimate_module_by_trace
+    from shardwise.diagnose.tracing.module_step import module_step  # torch, for those who ask
 
     assert asked.factory is not None, "a question without sizes has a module"
     if not (why := unlisted(plan)):

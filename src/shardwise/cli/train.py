@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.config import (
+from shardwise.cli.options.config import (
     Configuration,
     Given,
     Origin,
@@ -25,19 +25,27 @@ from shardwise.cli.config import (
     read_configuration,
     read_count,
 )
-from shardwise.cli.counts import LENGTH_HELP, length_of
-from shardwise.cli.derive import Derived, Surroundings, derive
-from shardwise.cli.devices import launched, surroundings
-from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
-from shardwise.cli.kept import check_places, check_weights, has_checkpoints, of_its_run
-from shardwise.cli.nodes import ranks_per_host, supervised
+from shardwise.cli.options.counts import LENGTH_HELP, length_of
+from shardwise.cli.options.derive import Derived, Surroundings, derive
+from shardwise.cli.options.devices import launched, surroundings
+from shardwise.cli.options.elastic import (
+    Asked,
+    ElasticOption,
+    FailuresOption,
+    WaitOption,
+    elastic_policy,
+    known_of,
+    plan_here,
+)
+from shardwise.cli.options.kept import check_places, check_weights, has_checkpoints, of_its_run
+from shardwise.cli.options.nodes import ranks_per_host, supervised
+from shardwise.cli.options.resolved import configuration_json, configuration_table, configuration_toml, print_plan
 from shardwise.cli.output import console, plan_json, print_json
-from shardwise.cli.resolved import configuration_json, configuration_table, configuration_toml, print_plan
 from shardwise.cli.run import recovery, start
 from shardwise.errors import CheckpointError, ExitCode, UsageError
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
-from shardwise.launch.runjob import RunJob
+from shardwise.launch.rank.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.records import say
 from shardwise.train.kept.changes import Before, Change, check_allowed, find_changes, leave_of
@@ -250,7 +258,7 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
         from shardwise.train.build import declared_config
 
         config = declared_config(settings)
-        from shardwise.cli.hf import hf_findings  # needs transformers, which is there now
+        from shardwise.cli.options.hf import hf_findings  # needs transformers, which is there now
 
         refuse(hf_findings(config, derived.plan))
     alone = launch is not None and launch.world == 1 and how.asked is None  # nobody to agree with, now or later
@@ -280,7 +288,7 @@ def _held(run: RunDir, derived: Derived, launch: Launch | None, how: How) -> Ite
 def _lock(folder: Path, launch: Launch | None, how: How) -> RunLock:
     if launch is None or how.asked is None:
         return RunLock.take(folder, end_at_once)
-    from shardwise.launch.elastic_nodes import take_when_free
+    from shardwise.launch.elastic.nodes import take_when_free
 
     return take_when_free(folder, end_at_once)
 
@@ -347,14 +355,14 @@ def _start(derived: Derived, run: RunDir, launch: Launch | None, recovering: Rec
     settings = derived.settings.train
     nodes = how.nodes or Nodes()
     if launch is not None and how.nodes is None:
-        from shardwise.launch.elastic_nodes import run_agreed
-        from shardwise.launch.worker import run_session
+        from shardwise.launch.elastic.nodes import run_agreed
+        from shardwise.launch.rank.worker import run_session
 
         rank = RunJob(run=run, settings=derived.settings, plan=derived.plan, spec=derived.spec)
         (run_agreed if how.asked else run_session)(replace(rank, quiet=how.json, allow=how.allow))
         return ExitCode.OK
     job = Job(
-        target="shardwise.launch.worker",
+        target="shardwise.launch.rank.worker",
         is_module=True,
         args=RunJob.words(run, quiet=how.json, allow=how.allow),
         nproc=ranks_per_host(nodes, derived.plan.world),

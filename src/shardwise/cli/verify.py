@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.matrix import Matrix, verify_all
+from shardwise.cli.options.subjects import subject_for
 from shardwise.cli.output import console, print_json
-from shardwise.cli.subjects import subject_for
 from shardwise.errors import ModelError, PlanError, ShardwiseError, UsageError
 from shardwise.findings import Finding
 from shardwise.plan.plan import Plan

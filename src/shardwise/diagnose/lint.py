@@ -17,15 +17,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.diagnose.lint_loops import LOOPS
-from shardwise.diagnose.lint_names import end_of, line_of
-from shardwise.diagnose.lint_random import RANDOM
-from shardwise.diagnose.lint_ranks import RANKS
-from shardwise.diagnose.lint_rows import ROWS
-from shardwise.diagnose.lint_script import Script
-from shardwise.diagnose.lint_shards import SHARDS
-from shardwise.diagnose.lint_sums import SUMS
-from shardwise.diagnose.lint_table import Facts, Hit, Rule
+from shardwise.diagnose.linting.loops import LOOPS
+from shardwise.diagnose.linting.names import end_of, line_of
+from shardwise.diagnose.linting.random import RANDOM
+from shardwise.diagnose.linting.ranks import RANKS
+from shardwise.diagnose.linting.rows import ROWS
+from shardwise.diagnose.linting.script import Script
+from shardwise.diagnose.linting.shards import SHARDS
+from shardwise.diagnose.linting.sums import SUMS
+from shardwise.diagnose.linting.table import Facts, Hit, Rule
 from shardwise.errors import DataError
 from shardwise.findings import Finding, Severity, nearest
 

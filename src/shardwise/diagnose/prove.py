@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.diagnose.subject import Subject
 from shardwise.diagnose.verify import Options, Report, Verifier
+from shardwise.diagnose.verifying.subject import Subject
 from shardwise.errors import UsageError
 from shardwise.launch.forked import World
 from shardwise.parallel.compose import apply

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.diagnose import evidence as facts
-from shardwise.diagnose.faults import Evidence, causes
-from shardwise.diagnose.parity import (
+from shardwise.diagnose.verifying import evidence as facts
+from shardwise.diagnose.verifying.faults import Evidence, causes
+from shardwise.diagnose.verifying.parity import (
     FACTOR,
     KINDS,
     ULPS,
@@ -31,10 +31,10 @@ from shardwise.diagnose.parity import (
     number_difference,
     tolerances,
 )
-from shardwise.diagnose.report import Report as Report
-from shardwise.diagnose.report import Row as Row
-from shardwise.diagnose.subject import Failed, Run, Subject, record
-from shardwise.diagnose.trace import Trace
+from shardwise.diagnose.verifying.report import Report as Report
+from shardwise.diagnose.verifying.report import Row as Row
+from shardwise.diagnose.verifying.subject import Failed, Run, Subject, record
+from shardwise.diagnose.verifying.trace import Trace
 from shardwise.findings import Finding, errors_in
 from shardwise.launch.environment import HOST
 from shardwise.launch.forked import World

@@ -5,12 +5,12 @@ from __future__ import annotations
 from shardwise.errors import LaunchError
 from shardwise.launch.job import Job
 from shardwise.launch.local import Outcome, outcome_of
-from shardwise.launch.meeting import Asked, gather, join, meeting_place
+from shardwise.launch.nodes.meeting import Asked, gather, join, meeting_place
+from shardwise.launch.nodes.there import follow
 from shardwise.launch.recovering import own_host
 from shardwise.launch.recovery import Recovering
 from shardwise.launch.stopping import Stopping
 from shardwise.launch.supervisor import Supervisor
-from shardwise.launch.there import follow
 
 
 def run_on_hosts(job: Job, policy: Recovering, stopping: Stopping | None = None) -> Outcome:

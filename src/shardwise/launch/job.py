@@ -35,8 +35,8 @@ class Job:
     """A command to run as the ranks of one world on this machine, or as those of this machine in a larger one.
 
     Example:
-        >>> Job(target="shardwise.launch.worker", args=("runs/a",), is_module=True).command()[1:]
-        ('-m', 'shardwise.launch.entry', '--module', 'shardwise.launch.worker', 'runs/a')
+        >>> Job(target="shardwise.launch.rank.worker", args=("runs/a",), is_module=True).command()[1:]
+        ('-m', 'shardwise.launch.entry', '--module', 'shardwise.launch.rank.worker', 'runs/a')
     """
 
     target: str

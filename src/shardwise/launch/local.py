@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.echo import is_echo
-from shardwise.launch.forks import POLL_S, Forks, environments
+from shardwise.launch.forking.forks import POLL_S, Forks, environments
+from shardwise.launch.forking.server import Server
 from shardwise.launch.job import ADDRESS, Job
-from shardwise.launch.server import Server
 from shardwise.launch.stopping import STOP_SIGNALS, Stopping, catching
 from shardwise.records import say
 

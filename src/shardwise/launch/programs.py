@@ -22,9 +22,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from shardwise.errors import LaunchError
-from shardwise.launch.forks import environments
+from shardwise.launch.forking.forks import environments
+from shardwise.launch.forking.keeper import open_store
 from shardwise.launch.job import ADDRESS, Job
-from shardwise.launch.keeper import open_store
 from shardwise.launch.local import Outcome, check_port, outcome_of, wait_for
 from shardwise.launch.stopping import STOP_SIGNALS, Stopping, catching
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch.elastic import Fleet
+from shardwise.launch.elastic.slots import Fleet
+from shardwise.launch.forking.server import can_fork, fork_server
 from shardwise.launch.job import Job
 from shardwise.launch.local import Outcome
-from shardwise.launch.node import Here, Node
+from shardwise.launch.nodes.node import Here, Node
+from shardwise.launch.nodes.worlds import Worlds
 from shardwise.launch.recovery import Recovering
-from shardwise.launch.server import can_fork, fork_server
 from shardwise.launch.stopping import Stopping, catching
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.variables import variables
 from shardwise.launch.warm import TRAINING
-from shardwise.launch.worlds import Worlds
 from shardwise.train.kept.outliving import Memory
 
 

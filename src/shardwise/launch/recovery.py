@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.launch.elastic import Elastic
+from shardwise.launch.elastic.slots import Elastic
 from shardwise.launch.local import Failure
 
 

@@ -23,12 +23,12 @@ from contextlib import suppress
 from functools import partial
 
 from shardwise.errors import ConfigError, ExitCode, LaunchError
-from shardwise.launch.elastic import Change, Fleet, Team, spell_slots
-from shardwise.launch.forks import POLL_S
+from shardwise.launch.elastic.slots import Change, Fleet, Team, spell_slots
+from shardwise.launch.forking.forks import POLL_S
 from shardwise.launch.local import SETTLE_S, Failure, Leavers, Outcome, death, first_failure, outcome_of, patience_s
+from shardwise.launch.nodes.worlds import World, Worlds
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
 from shardwise.launch.stopping import STOP_SIGNALS, Stopping
-from shardwise.launch.worlds import World, Worlds
 from shardwise.train.kept.outliving import Copy
 
 _SETTLE_S = 0.3

@@ -244,8 +244,7 @@ def _rank_memory(
     backward |= given_back(division, stages, gradients, stack)
     buffered = stack.master and not stack.copies_grads  # in buffers that stay
     if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
-        loss["gradients"] = gradients + fresh
-        loss["gathered"] += sent_before(division, stack)
+        loss["gradients"], loss["gathered"] = gradients + fresh, loss["gathered"] + sent_before(division, stack)
         backward["activations"] = max(alive + again, block)
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)

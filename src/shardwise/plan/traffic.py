@@ -1,8 +1,8 @@
 """`collectives_of`: every message that a rank takes part in during one step, in closed form. No torch.
 
 Kind, axis, bytes and number of times are those of this implementation and of the reference models, and equal what
-`diagnose.trace_step` counts in the real step. What each engine sends is read off its own rules: `fully_shard`'s groups
-and their padding, DDP's buckets, DTensor's redistributions, torch's pipeline schedules.
+`diagnose.tracing.step` counts in the real step. What each engine sends is read off its own rules: `fully_shard`'s
+groups and their padding, DDP's buckets, DTensor's redistributions, torch's pipeline schedules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`RunSettings`: every setting of a training run as frozen, checked data. The tables of `run.toml`; no torch.
 
-None means "not said": the command line derives it (`shardwise.cli.derive`) and says why.
+None means "not said": the command line derives it (`shardwise.cli.options.derive`) and says why.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The closed form of `plan.memory` is for compiled or fused kernels on accelerators. Without them every primitive keeps
 its inputs, and what is offloaded to the host stays in the same memory. Counted operator by operator from autograd's
-own rules, and held against `diagnose.trace_step`.
+own rules, and held against `diagnose.tracing.step`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`collectives_of_module`: every message that a rank takes part in during one step of any module. No torch.
 
 Of a module's own parts: its parameters, its blocks, what passes between them. Where data ranks and stages divide it all
-of it is known, and equals what `diagnose.trace_step` counts. `unlisted` says of which plans it is not.
+of it is known, and equals what `diagnose.tracing.step` counts. `unlisted` says of which plans it is not.
 """
 
 from __future__ import annotations

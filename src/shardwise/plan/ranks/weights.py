@@ -100,7 +100,7 @@ def _refuse_other_parts(spec: ModelSpec) -> None:
         raise ModelError(
             f"traffic: model {spec.name}: found {', '.join(spec.other_parts)}, which no reference model of kind "
             f"{spec.kind!r} has; needed one of the reference models, whose messages are known exactly: trace your "
-            "module with `shardwise.diagnose.trace_step.trace_step`"
+            "module with `shardwise.diagnose.tracing.step.trace_step`"
         )
 
 

@@ -1,7 +1,7 @@
 """`Witness`: what the first steps of a run leave on disk for `shardwise verify`, one pair of files per rank.
 
 A run that nobody verifies has none: a step then asks once, when it is made. The other side is
-`shardwise.diagnose.trace`, which reads what is written here.
+`shardwise.diagnose.verifying.trace`, which reads what is written here.
 
 request.json   what the command line asks for        rank3.json   numbers, names and an index of the tensors
                                                      rank3.bin    the tensors' bytes, one after the other

@@ -1,0 +1,1 @@
+"""What verbs are given, by options, files and surroundings, and what becomes of it."""

@@ -1,0 +1,1 @@
+"""Rules of `lint`, by subject, and a script as they see it."""

@@ -1,0 +1,1 @@
+"""A step on shapes alone: what it would hold and send, without its machines or memory."""

@@ -1,0 +1,1 @@
+"""What two runs are compared by, and what a difference between them means."""

@@ -1,0 +1,1 @@
+"""The other hosts of a job, and the ranks on each."""

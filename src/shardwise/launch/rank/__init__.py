@@ -1,0 +1,1 @@
+"""One rank of `shardwise train`, from its start to its summary."""
