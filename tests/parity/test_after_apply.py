@@ -408,7 +408,7 @@ def drawn_late(text: str) -> tuple[str, dict[str, Tensor]]:
                 if "last" in name:
                     weight.add_(torch.randn_like(weight)).add_(torch.rand_like(weight, dtype=torch.float64))
                     weight.add_(torch.empty_like(weight).exponential_(2.0)).add_(torch.empty_like(weight).bernoulli_())
-        return " / ".join(said), {name: full(weight) for name, weight in placed.named_parameters().items()}
+        return " / ".join(said), {name: full(weight).clone() for name, weight in placed.named_parameters().items()}
 
 
 @pytest.mark.parametrize("text", ["dp2", "fsdp2", "fsdp3", "tp2", "fsdp2 tp2", "dp2 fsdp2 zero2"])
