@@ -255,6 +255,7 @@ def test_a_written_plan_names_the_blocks(tmp_path: Path) -> None:
 def test_a_forward_that_takes_long_is_read_at_fewer_tokens_where_it_is_per_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(reading, "PATIENCE_S", 1e6)  # processor time passes faster where others work beside it
     whole, notes = read_planned("loops", _planned(Loops), 192, "meta")
     assert notes == ()
     for changes in ({"LOOP": 0.2, "MANY": 1}, {"PATIENCE_S": 0.0}):  # it makes a call for each four tokens
