@@ -152,7 +152,7 @@ def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
         ((), GPUS, "dp4 / gbs64 / bf16"),
         ((), COMPILERS, "dp4 / gbs64 / bf16"),
         (("model.preset=llama-8b",), GPUS, "fsdp4 / mb4 gbs64 / bf16"),
-        (("model.preset=llama-8b",), COMPILERS, "fsdp4 zero2 / mb4 gbs64 / bf16 / compile"),
+        (("model.preset=llama-8b",), COMPILERS, "fsdp4 / mb4 gbs64 / bf16 / compile"),
         (("plan.shorthand=auto", "train.nproc=1"), CPU, "dp1 / gbs4 / fp32"),
         (("plan.shorthand=tp2",), CPU, "tp2 / gbs4 / fp32"),
         (("plan.shorthand=dp2 mb3",), CPU, "dp2 / mb3 gbs6 / fp32"),
@@ -164,7 +164,7 @@ def test_plans(sets: tuple[str, ...], around: Surroundings, plan: str) -> None:
 
 
 def test_a_plan_has_room_for_the_state_of_the_optimizer_that_is_used() -> None:
-    sizes, adamw = "model.preset=llama-3b", "fsdp4 zero1 / mb2 gbs64 / bf16 / compile"
+    sizes, adamw = "model.preset=llama-3b", "fsdp4 zero2 / mb2 gbs64 / bf16 / compile"
     assert str(resolve(sizes, "optimizer.name=adamw", around=COMPILERS).plan) == adamw
     assert str(resolve(sizes, "optimizer.name=lamb", around=COMPILERS).plan) == adamw
     assert str(resolve(sizes, "optimizer.name=sgd", around=COMPILERS).plan) == "fsdp4 / gbs64 / bf16 / compile"

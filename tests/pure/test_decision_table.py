@@ -62,7 +62,7 @@ def test_a_model_too_large_for_one_device_and_little_memory_shards_parameters_an
 
 
 @pytest.mark.parametrize(
-    ("model", "where"), [("llama-1b", "a4000:8"), ("llama-1b", "rtx3080:8"), ("llama-3b", "rtx4090:8")]
+    ("model", "where"), [("llama-1b", "rtx4070:8"), ("llama-1b", "rtx3080:8"), ("llama-3b", "rtx4090:8")]
 )
 def test_up_to_three_billion_parameters_and_little_memory_shard_states(model: str, where: str) -> None:
     plan = best(model, where, 2048, 64, forbid=("tp", "cp", "pp"))
@@ -72,13 +72,14 @@ def test_up_to_three_billion_parameters_and_little_memory_shard_states(model: st
     assert free.zero >= 1 or free.axes.pp * free.axes.tp > 1
 
 
-def test_whole_gradients_that_fit_are_reduced_once_per_step_where_links_are_slow() -> None:
-    """Over a network, with several micro-batches: zero 2 would reduce behind each of them."""
-    plan = best("llama-1b", "l4:1x8", 2048, 64, forbid=("tp", "cp", "pp"))
+@pytest.mark.parametrize(("where", "slower"), [("l4:1x8", 1.2), ("a4000:8", 1.15)])
+def test_whole_gradients_that_fit_are_reduced_once_per_step_where_links_are_slow(where: str, slower: float) -> None:
+    """Over a network, or PCIe, with several micro-batches: zero 2 would reduce behind each of them."""
+    plan = best("llama-1b", where, 2048, 64, forbid=("tp", "cp", "pp"))
     assert plan.axes.dp_shard >= 4 and plan.zero == 1 and plan.batch.micro_batches > 1
-    sizes, cluster, workload = preset("llama-1b"), load_cluster("l4:1x8"), Workload(seq_len=2048, global_batch=64)
+    sizes, cluster, workload = preset("llama-1b"), load_cluster(where), Workload(seq_len=2048, global_batch=64)
     one, two = (estimate_time(profile_of(sizes), cluster, plan.with_(zero=zero), workload).total for zero in (1, 2))
-    assert two > 1.2 * one
+    assert two > slower * one
 
 
 def test_where_nothing_else_fits_states_go_to_the_host() -> None:

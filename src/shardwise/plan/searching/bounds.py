@@ -154,11 +154,10 @@ class Bounds(SizeBounds):
         cut = self.cut(pipe.pp, flow.schedule)
         for rank, (_, last, _) in zip(self._ranks(flow), cut, strict=True):
             own = loss if last else 0.0
-            path = max(path, (rank.busy + rank.again + 2 * own) * count + before)
+            whole = rank.busy + rank.again + 2 * own
+            path, slowest, total = max(path, whole * count + before), max(slowest, whole), total + whole
             before += rank.first_forward if split else rank.first + rank.first_again
             before += send if split else 2 * send
-            slowest = max(slowest, rank.busy + rank.again + 2 * own)
-            total += rank.busy + rank.again + 2 * own
             forward = max(forward, rank.busy * work.most + own)
             backward = max(backward, rank.busy * (1 - work.least) + rank.again + own)
         # one micro-batch passes all stages, the others wait for the last of them
@@ -169,6 +168,7 @@ class Bounds(SizeBounds):
             end -= work.weights[-1] - work.weights[start] + work.head_weight
         hops = pipe.pp * flow.schedule.stages - 1 - (flow.schedule.kind in V_SHAPED)  # where a V turns, nothing is sent
         path = max(path, total + (count - 1) * end + 2 * hops * send)
+        path += 2 * send * max(0, count - 9 * pipe.pp) * (flow.schedule.kind == "1f1b")  # as `schedule_time` adds them
         if simulates and split:
             path = max(path, self._simulated(flow, slowest, send))
         return path + step, forward, backward
