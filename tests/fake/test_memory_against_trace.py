@@ -416,6 +416,7 @@ def test_a_pipeline_has_memory_for_what_is_in_flight(kind: str) -> None:
     [
         ("dp2 / mb4", 0),
         ("pp2 / interleaved mb4", 1),
+        ("pp2 / interleaved mb8", 1),
         ("pp2 / zero-bubble mb4", 0),
         ("pp2 / zero-bubble mb4", 1),
         ("pp2 / zero-bubble mb4 / recompute=blocks", 1),
