@@ -468,3 +468,62 @@ def test_what_a_loss_keeps_of_each_sample_is_as_on_one_process(world: World, tex
     expected, _ = world(1, of_samples, "dp1")[0]
     for losses, said_of_it in world(2 if text == "dp2" else 1, of_samples, text):
         assert losses == pytest.approx(expected, rel=1e-12) and not said_of_it
+
+
+class Doubling(Net):
+    """Writes into what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+def hooked(output: Tensor, batch: Pair) -> Tensor:
+    if output.requires_grad:
+        output.register_hook(lambda grad: 2 * grad)
+    return F.cross_entropy(output, batch[1])
+
+
+def cooled(output: Tensor, batch: Pair) -> Tensor:
+    return F.cross_entropy(output.div_(2), batch[1])
+
+
+def relabelled(output: Tensor, batch: Pair) -> Any:
+    batch[1][batch[1] == 2] = -100
+    return sw.token_cross_entropy(output, batch[1])
+
+
+def turned(output: Tensor, batch: Pair) -> Tensor:
+    return F.cross_entropy(output, batch[1].add_(1).remainder_(3))
+
+
+WRITING: dict[str, Callable[..., Any]] = {
+    "hook": hooked,
+    "output": cooled,
+    "labels": relabelled,
+    "labels again": turned,
+    "input": ALIKE["mean"],
+}
+
+
+def written(text: str, name: str) -> tuple[list[tuple[float, float]], list[str]]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(Doubling if name == "input" else Net, plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), WRITING[name])
+        x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        mine = slice(mesh.batch.rank, None, mesh.batch.size)
+        steps = [step((x[mine].clone(), torch.arange(ROWS)[mine] // 2 % 3)) for _ in range(3)]
+    return [(m.loss, m.grad_norm) for m in steps], [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("text", ["dp2", "dp1 / mb2", "fsdp2 / mb2"])
+def test_what_is_given_may_be_written_into_and_hooked(world: World, text: str, name: str) -> None:
+    """A look left its hook on the logits, whose gradient counted once more; labels that it wrote into again ended the
+    backward pass in torch's words, and a loss that divides its output was taken for one that remembers."""
+    (expected, _), *_ = world(1, written, "dp1", name)
+    for found, said_of_it in world(1 if text.startswith("dp1") else 2, written, text, name):
+        assert not said_of_it
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12)

@@ -128,9 +128,9 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any, *, later: bool = Fals
         return ""
 
     def loss(start: int, stop: int, share: float) -> Any:
-        part = {path: tensor[start:stop] for path, tensor in of_rows.items()}
-        part |= {path: tensor * share if share != 1 else tensor for path, tensor in sums.items()}
-        return loss_fn(put(output, part), take_rows(batch, start, stop - start))
+        part = {path: tensor[start:stop].clone() for path, tensor in of_rows.items()}
+        part |= {path: tensor * share for path, tensor in sums.items()}
+        return loss_fn(put(output, part), _own_rows(batch, start, stop))
 
     tolerance = max(_TOLERANCE.get(t.dtype, 0.1) for t in of_rows.values())
     device = next(iter(of_rows.values())).device
@@ -170,7 +170,7 @@ def remembers(loss_fn: LossFn, output: Any, batch: Any, before: Mapping[str, byt
     It keeps something of one call for the next: a hidden state, a mean of what it has seen, a count.
 
     Args:
-        loss_fn: of which `Repeatable` holds.
+        loss_fn: of which `Repeatable` holds, and which writes into none of what it is given.
         output: of the model.
         batch: the micro-batch that it is of.
         before: where generators were at its first call.
@@ -226,6 +226,12 @@ def _rows(output: Any, rows: int, start: int, stop: int) -> Any:
     return put(output, {path: leaf[start:stop] for path, leaf in of_rows.items()})
 
 
+def _own_rows(batch: Any, start: int, stop: int) -> Any:
+    """Some rows of a batch, which may be written into: the backward pass that follows reads the batch's own."""
+    rows = take_rows(batch, start, stop - start)
+    return put(rows, {path: leaf.clone() for path, leaf in leaves(rows) if isinstance(leaf, torch.Tensor)})
+
+
 class OfModel:
     """The same of a model and the loss function together: one whose rows, or numbers, are made of each other's."""
 
@@ -251,7 +257,7 @@ class OfModel:
         self._reaches = partial(model.forward, loss_fn)
 
         def loss(start: int, stop: int) -> Any:
-            part = take_rows(batch, start, stop - start)
+            part = _own_rows(batch, start, stop)
             with _by_itself():
                 return loss_fn(run(part), part)
 

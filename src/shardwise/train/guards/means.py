@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.model.nested import leaves, put
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.layers.batchnorm import BatchNorm
 from shardwise.parallel.placed import Placed
@@ -48,7 +49,7 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     @partial(update_wrapper, wrapped=loss_fn, updated=())
     def call(output: Any, batch: Any) -> Any:
         number = next(calls)
-        before = states(placed.mesh.device) if not number else {}
+        before, given = (states(placed.mesh.device), _versions(output, batch)) if not number else ({}, [])
         with looks if number % _EVERY == 0 else nullcontext(), repeatable.watched() if not number else nullcontext():
             result = loss_fn(output, batch)
         if not number:
@@ -59,8 +60,11 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
                     "needed: a sum and its weight: sw.token_cross_entropy(logits, labels), or sw.Loss(sum, weight)"
                 )
             elif placed.mesh.tells and repeatable.holds:
-                said = _of_memory(loss_fn, placed, output, batch, remembers(loss_fn, output, batch, before, result))
-                if said := said or _unlike_parts(loss_fn, placed, output, batch, weights):
+                seen = _without_graph(output)
+                writes = _versions(output, batch) != given
+                found = "" if writes else remembers(loss_fn, seen, batch, before, result)
+                said = _of_memory(loss_fn, placed, seen, batch, found)
+                if said := said or _unlike_parts(loss_fn, placed, seen, batch, weights):
                     _warn(said.format(plan=plan))
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
@@ -161,6 +165,16 @@ def _of_model(of_model: OfModel, placed: Placed) -> str:
     if of_model.returns_numbers:
         return _OF_LOSS.format("what the loss function makes of a number that the model returns", said)
     return _OF_ROWS.format(said)
+
+
+def _versions(*given: Any) -> list[int]:
+    """What tells whether a tensor of these is written into."""
+    return [leaf._version for _, leaf in leaves(given) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
+def _without_graph(output: Any) -> Any:
+    """The same numbers: a hook that a loss function registers on them in another call is not met by the step's own."""
+    return put(output, {path: leaf.detach() for path, leaf in leaves(output) if isinstance(leaf, torch.Tensor)})
 
 
 def _of_labels(loss: torch.Tensor) -> str:
