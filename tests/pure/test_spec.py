@@ -100,6 +100,9 @@ PUBLISHED = {
     "glm4-9b": 9_399_951_360,
     "glm-4.5": 352_797_814_784,
     "glm-4.5-air": 106_852_245_504,
+    "hunyuan-a13b": 80_393_183_232,
+    "dots-142b": 142_774_373_888,
+    "seed-oss-36b": 36_151_104_512,
 }
 
 # rounded as their authors print them, or with small parts (head norms over all heads, two rows of positions, biases of
@@ -141,6 +144,9 @@ ABOUT = {
     "vit-g-14": 1.0126e9,
     "mpt-7b": 6.6493e9,
     "mpt-30b": 29.957e9,
+    "minimax-m2": 228.69e9,
+    "ernie-4.5-21b-a3b": 21.825e9,
+    "ernie-4.5-300b-a47b": 299.48e9,
     "grok-1": 315.7e9,
     "mt-nlg-530b": 530e9,
 }
@@ -156,6 +162,9 @@ ACTIVE = {
     "kimi-k2": 32e9,
     "moonlight-16b": 3e9,
     "dbrx": 36e9,
+    "ernie-4.5-300b-a47b": 47e9,
+    "hunyuan-a13b": 13e9,
+    "dots-142b": 14e9,
 }
 OURS = ("bytes-3m", "tiny", "tiny-gpt", "tiny-moe")
 PARTS = ("gpt3-175b", "gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b")

@@ -40,6 +40,8 @@ _SAME: tuple[tuple[str, str], ...] = (
     (r"smollm-?2-(135m|360m|1\.7b)", r"smollm-\1"),
     (r"tinyllama", "tinyllama-1.1b"),
     (r"glm-4-9b", "glm4-9b"),
+    (r"glm-4\.[67]", "glm-4.5"),
+    (r"dots\.llm1(?:\.inst)?", "dots-142b"),
 )
 """A whole name, without its repository and suffix -> the preset with the same sizes. (Llama 3 and 3.1 differ in the
 length that they were trained for.)"""
