@@ -188,3 +188,24 @@ def test_adapters_in_fp32_move_twice_the_bytes() -> None:
     wide = (there[0], Adapters(on=("down",), wide=True), *there[2:])
     half, full = (adapter_time(product, 4096, each, None, fused=False) for each in (there, wide))
     assert [f - TAIL for f in full] == pytest.approx([2 * (h - TAIL) for h in half])
+
+
+@pytest.mark.parametrize(
+    "text", ["fsdp4 zero1 / mb2", "dp1 zero1 / mb2", "dp4 / mb2", "pp2 fsdp2 / mb4", "pp2 dp2 / mb4"]
+)
+def test_frozen_weights_are_gathered_packed_and_have_no_gradients_where_these_are_reduced_once(text: str) -> None:
+    """Behind the last micro-batch, as at its loss: no more weights are there, and gradients of adapters alone."""
+    plan, profile = Plan.parse(f"{text} / bf16"), profile_of(preset("llama-8b"))
+    whole = Workload(seq_len=512, global_batch=16, trained=0.005, adapters=Adapters(on=("q", "v")))
+    packed = replace(whole, adapters=Adapters(on=("q", "v"), base="nf4"))
+    for work in (whole, packed):
+        peaks = estimate_memory(profile, plan, work).peaks
+        assert peaks["backward"] <= peaks["loss"] * (1 + 1e-9)
+
+
+def test_a_rank_without_blocks_holds_no_packed_weights() -> None:
+    """Nanotron's last ranks may hold the head alone, or nothing."""
+    spec = replace(preset("llama-1b"), num_layers=12, dim=512, num_heads=8, num_kv_heads=8, vocab_size=151936)
+    work = Workload(seq_len=512, global_batch=8, trained=0.01, adapters=Adapters(on=("q",), base="nf4"))
+    memory = estimate_memory(profile_of(spec), Plan.parse("pp8 / mb8 / bf16"), work, stack=load_stack("nanotron"))
+    assert min(sum(rank.terms.values()) for rank in memory.stages) < memory.allocated

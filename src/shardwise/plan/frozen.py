@@ -57,7 +57,7 @@ def held_width(division: Division, stages: tuple[Stage, ...], width: float) -> f
     if packed is None or adapters is None:
         return width
     inside = sum(_weights(division, block) * n for stage in stages for block, n in stage.counts)
-    share = inside / division.whole(stages)
+    share = inside / max(division.whole(stages), 1.0)  # some stacks leave the last ranks without any
     return share * packed.width + (1 - share) * (adapters.rest or width)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardwise.plan.frozen import held_width
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
 from shardwise.plan.messages.data import held_sums, reduce_type, reduce_width
 from shardwise.plan.plan import Plan
@@ -101,6 +102,12 @@ def sends(division: Division, stack: Stack) -> bool:
     return shares and not late and division.workload.trained == 1
 
 
+def gathered_width(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Bytes of a weight while `fully_shard` has all of them gathered; packed ones that nobody shares are not copied."""
+    copies = division.workload.packed is None or division.shards > 1
+    return held_width(division, stages, compute_width(division.plan)) * copies
+
+
 def gives_back(plan: Plan, stack: Stack) -> bool:
     """Whether weights that were gathered whole, and that nobody shares, go while gradients come in the only pass."""
     alone = plan.axes.pp == 1 and plan.zero == 0 and plan.batch.micro_batches == 1
@@ -116,12 +123,13 @@ def given_back(division: Division, stages: tuple[Stage, ...], gradients: float, 
     if not gives_back(division.plan, stack):
         return {}
     whole, width, wire = division.whole(stages), compute_width(division.plan), reduce_width(division.plan)
+    held, trained = gathered_width(division, stages), division.workload.trained
     most = max((division.sent_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
     outside = max(0.0, whole - sum(division.whole_of(block) for stage in stages for block in stage.blocks))
     moments = (
-        {"gathered": (whole + most) * width, "gradients": 0.0},
-        {"gathered": outside * width + 2 * most * wire, "gradients": gradients * (1 - outside / whole)},
-        {"gathered": 2 * outside * wire, "gradients": gradients},
+        {"gathered": whole * held + most * width * trained, "gradients": 0.0},
+        {"gathered": outside * width + 2 * most * wire * trained, "gradients": gradients * (1 - outside / whole)},
+        {"gathered": 2 * outside * wire * trained, "gradients": gradients},
     )
     return max(moments, key=lambda terms: sum(terms.values()))
 
@@ -182,16 +190,18 @@ def _reduced_once(
     plan, blocks = division.plan, [block for stage in stages for block in stage.blocks]
     whole, width, wire, shards = division.whole(stages), compute_width(plan), reduce_width(plan), division.shards
     most, outside = max(map(division.sent_of, blocks)), max(0.0, whole - sum(map(division.whole_of, blocks)))
+    held, trained = gathered_width(division, stages), division.workload.trained
+    most, head = most * trained, division.dense(division.profile.head) * trained
     new = width * (reduce_type(plan) != plan.precision.removesuffix("-pure"))
-    more, head = wire * (1 / shards if shards > 1 else 2), division.dense(division.profile.head)
+    more = wire * (1 / shards if shards > 1 else 2)
     vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
     moments = (
-        {"gathered": (whole + head) * width, "logits": vocab * division.tokens * width},
+        {"gathered": whole * held + head * width, "logits": vocab * division.tokens * width},
         {
-            "gathered": whole * width + head * new + most * max(new, more - width),
+            "gathered": whole * held + head * new + most * max(new, more - width),
             "activations": kept["activations"] * (1 - 1 / len(blocks)),
         },
-        {"gathered": outside * more * (shards == 1), "activations": 0.0},
+        {"gathered": outside * trained * more * (shards == 1), "activations": 0.0},
     )
     rest = {**kept, "gradients": gradients}
     return {"backward": max(({**rest, **moment} for moment in moments), key=lambda terms: sum(terms.values()))}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shardwise.plan.eager.kernels import deferred_in, local_of
 from shardwise.plan.eager.moments import Moment, moments_of
+from shardwise.plan.memory_terms.holding import gathered_width
 from shardwise.plan.messages.data import reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import (
@@ -220,13 +221,13 @@ def reduced_last(
     A unit's are copied into what is sent, and its weights have gone. `kept`: its states but for gradients; `gradients`:
     bytes of all of these before it.
     """
-    plan = division.plan
+    plan, trained = division.plan, division.workload.trained
     if plan.axes.pp == 1 or stack.name not in OWN or not uses_fully_shard(plan):
         return {}
     sizes = [division.sent_of(block) for stage in stages for block, _ in stage.counts]
     head = division.dense(division.profile.head) * any(stage.last for stage in stages)
     unit = max(*sizes, division.embedding * any(stage.first for stage in stages) + head)
     shards = division.shards
-    given = unit * (1 / shards if shards > 1 else 2) * reduce_width(plan)
-    whole = (division.whole(stages) - unit) * compute_width(plan)
+    given = unit * trained * (1 / shards if shards > 1 else 2) * reduce_width(plan)
+    whole = (division.whole(stages) - unit) * gathered_width(division, tuple(stages))
     return {"backward": {**kept, "gathered": whole, "gradients": gradients + given}}
