@@ -260,6 +260,40 @@ def test_no_bound_is_above_an_estimate() -> None:
     assert tightest > 0.95
 
 
+@pytest.mark.parametrize(
+    ("spec", "where", "optimizer", "forbid"),
+    [
+        (SMALL, "l4:4", "adamw", ("pp", "cp")),
+        (replace(SMALL, num_layers=12, vocab_size=512), "h100:2x2", "adafactor", ("pp", "cp")),
+    ],
+)
+def test_no_bound_in_either_of_two_types_is_above_what_a_plan_needs(
+    spec: ModelSpec, where: str, optimizer: str, forbid: tuple[str, ...]
+) -> None:
+    """What an allocator holds, it gives back. Hosts behind devices hide as much of a step in either type."""
+    space = space_of(spec, cluster(where), Workload(seq_len=512, global_batch=4, optimizer=optimizer))
+    space = replace(space, allow=("bf16-pure",), forbid=forbid)
+    bounds = Walk(space, "time", inf).bounds
+    for core in space.cores(4, {}):
+        for pipe in space.pipes(core):
+            for flow, spread in product([Flow(pipe, Schedule(), 0, False)], space.spreads(pipe)):
+                each = estimated(space, plan := space.plan(flow, spread))
+                size = bounds.plan_size(flow, spread, bounds.flow_size(flow, every_rank=True))
+                assert size <= each.needs * (1 + 1e-9), plan
+                for least in (bounds.least_time(flow), bounds.plan_time(flow, spread), bounds.pipe_time(pipe, 0)):
+                    assert least <= each.time.total * (1 + 1e-9), plan
+
+
+def test_a_bound_does_not_go_by_what_was_asked_before() -> None:
+    space = space_of(SMALL, cluster("h100:4"), Workload(seq_len=512, global_batch=4))
+    space = replace(space, stack=load_stack("torchtitan"), allow=("bf16-pure",), forbid=("pp", "cp", "tp"))
+    pipes = [pipe for core in space.cores(4, {}) for pipe in space.pipes(core)]
+    for order in (pipes, pipes[::-1]):
+        bounds = Walk(space, "time", inf).bounds
+        for pipe in order:
+            assert bounds.pipe_time(pipe, 0) == Walk(space, "time", inf).bounds.pipe_time(pipe, 0), pipe
+
+
 @pytest.mark.parametrize(("name", "where"), [("mixtral-8x7b", "h100:8"), ("llama-8b", "h100:1x4")])
 def test_queues_of_cores_end_where_all_cores_do(monkeypatch: pytest.MonkeyPatch, name: str, where: str) -> None:
     """Beyond `EXACT` devices smaller micro-batches wait for larger ones; of those cut alike one is followed."""

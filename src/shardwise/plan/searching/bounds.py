@@ -120,7 +120,7 @@ class Bounds(SizeBounds):
 
         No rank holds less than a shard of everything.
         """
-        key = (pipe.core.world, count, pipe.offloaded)
+        key = (pipe.core.world, count, pipe.offloaded, pipe.core.precision)
         if key not in self._updates:
             dense, experts = (params / pipe.core.world for params in self._params)
             self._updates[key] = self._update_of(dense, experts, pipe, count)

@@ -15,7 +15,7 @@ from shardwise.plan.eager.kernels import inputs_of, sent_by
 from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, frees_last, gathered_of, offloaded_of, states_of
 from shardwise.plan.memory_terms.around import outside_step
-from shardwise.plan.memory_terms.holding import least_gathered
+from shardwise.plan.memory_terms.holding import least_gathered, sending
 from shardwise.plan.plan import V_SHAPED, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.ranks.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.ranks.division import Division
@@ -303,11 +303,12 @@ class SizeBounds:
         if found is None:
             division, stack = self.division(flow, spread), self.space.stack
             stages = division.ranks[rank]
-            terms = dict(states_of(division, stages, stack))
-            gradients = terms.pop("gradients")
+            gradients = (terms := dict(states_of(division, stages, stack))).pop("gradients")
+            if flow.pipe.micro_batches == 1:  # they come while a backward pass goes on
+                gradients = min(gradients, sum(sending(division, stages, gradients, stack)))
             gathered = gathered_of(division, stages, stack, goes_back=not frees_last(stack))
-            found = sum(terms.values()), gradients, least_gathered(division, stages, gathered, stack)
-            self._states[key, rank] = found
+            ahead = least_gathered(division, stages, gathered, stack)
+            found = self._states[key, rank] = sum(terms.values()), gradients, ahead
         return found
 
     def around(self, flow: Flow, spread: Spread, rank: int) -> float:

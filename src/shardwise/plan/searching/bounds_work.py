@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -81,6 +81,8 @@ def work_of(
     shape = (core.samples, space.workload.seq_len)
     factor = factor_of(space.workload, core.ep)
     times = {id(block): block_time(busiest_block(block, factor), shape, setting) for block, _ in blocks}
+    hooked = replace(setting, gathers=True)  # the host is behind by most where some `zero` shards in this type too
+    lags = {id(block): block_time(busiest_block(block, factor), shape, hooked).lag for block, _ in blocks}
     chain = [times[id(block)] for block in space.profile.blocks]
     end = block_time(space.profile.head, shape, setting)
     again = tuple(
@@ -93,7 +95,7 @@ def work_of(
         forwards=tuple(accumulate([time.forward for time in chain], initial=0.0)),
         head=end.forward + end.backward,
         head_forward=end.forward,
-        lag=sum([time.lag for time in chain]),
+        lag=sum([lags[id(block)] for block in space.profile.blocks]),
         least=min(shares),
         most=max(shares),
         weights=tuple(accumulate([time.weight for time in chain], initial=0.0)),
