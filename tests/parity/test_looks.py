@@ -73,3 +73,23 @@ def test_what_was_written_and_its_count_are_put_back() -> None:
     graph.sum().backward()
     assert all(torch.equal(kept[name].nan_to_num(), before[name].nan_to_num()) for name in before if name != "float8")
     assert kept["float8"].float().tolist() == [1, 1] and x.grad is not None and x.grad.tolist() == [1, 1]
+
+
+def strict(kind: str) -> list[float]:
+    """Two steps under `-W error` of what one rank alone warns of."""
+    with sw.open_mesh(plan := sw.Plan.parse("dp2 / fp64")) as mesh, warnings.catch_warnings():
+        placed = sw.apply(lambda: nn.Linear(4, 3), plan, mesh, seed=1)
+        scale = nn.Linear(3, 1).double()  # of the loss function alone: in no sum over ranks
+
+        def loss_fn(output: torch.Tensor, _: Any) -> torch.Tensor:
+            return (scale(output) if kind == "held" else output).square().mean()
+
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), loss_fn)
+        rows = torch.randn(5 if kind == "rows" else 6, 4, dtype=torch.float64).tensor_split(2)[mesh.batch.rank]
+        warnings.simplefilter("error")
+        return [step(rows).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["held", "rows"])
+def test_a_warning_of_one_rank_as_an_error_leaves_no_other_waiting(world: World, kind: str) -> None:
+    assert len(world(2, strict, kind)[0]) == 2

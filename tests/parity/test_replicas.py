@@ -464,3 +464,9 @@ def test_a_parameter_that_the_loss_function_holds_is_warned_of_once(world: World
 def test_it_is_warned_of_where_loss_functions_are_watched_too(world: World) -> None:
     first, second = world(2, own_scale, "function", "fsdp2")
     assert not second and "scale (1)" in first[0]
+
+
+def test_it_is_warned_of_on_a_stage_that_has_the_loss(world: World) -> None:
+    """The rank that spoke was one of the first stage, where no gradient comes."""
+    first, _, last, other = world(4, own_scale, "function", "pp2 dp2 / mb2")
+    assert not first and not other and "scale (1)" in last[0]
