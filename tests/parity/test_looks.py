@@ -1,4 +1,4 @@
-"""What a look at a user's loss leaves behind: nothing, neither in what it writes nor in torch's count of writes."""
+"""What a look at a loss, a warning of one rank, and a step without an update leave behind: nothing."""
 
 from __future__ import annotations
 
@@ -93,3 +93,31 @@ def strict(kind: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["held", "rows"])
 def test_a_warning_of_one_rank_as_an_error_leaves_no_other_waiting(world: World, kind: str) -> None:
     assert len(world(2, strict, kind)[0]) == 2
+
+
+class Growing(nn.Module):
+    """Puts a longer buffer in the place of its own in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x.detach().mean().reshape(1).float()])
+        return self.last(x)
+
+
+def test_a_buffer_that_has_grown_in_a_step_without_an_update_is_what_it_was() -> None:
+    """The step ended in an error of shapes; of one element it kept the new length, with the old value in each place."""
+    with sw.open_mesh(plan := sw.Plan.parse("dp1 / fp32")) as mesh, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed = sw.apply(Growing, plan, mesh, seed=1)
+        step = sw.make_step(
+            sw.TrainState(placed, sw.sgd(placed, lr=0.01)), lambda output, _: sw.mean_over(output.square().sum(1))
+        )
+        found = []
+        for value in (torch.nan, 1.0, torch.nan, 2.0):
+            step(torch.full((2, 4), value))
+            found.append(placed.named_buffers()["seen"].tolist())
+        assert found == [[0], [0, 1], [0, 1], [0, 1, 2]]
