@@ -347,12 +347,37 @@ def test_a_planted_fault_is_seen(world, fault: Callable[[], None]) -> None:
     assert difference(world, "cp2", "gpt", [plain(16)], fault) > 1e-6
 
 
-def distilled(text: str, is_copy: bool) -> str | list[float]:
+class Counting(nn.Module):
+    """Counts positions from its padding token on, as RoBERTa does; its table of tokens is none that its base finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.last = nn.Embedding(16, 8), nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.padding_idx = 2
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+    def create_position_ids_from_input_ids(self, input_ids: torch.Tensor, padding_idx: int) -> torch.Tensor:
+        counts = input_ids.ne(padding_idx).long()
+        return torch.cumsum(counts, dim=1) * counts + padding_idx
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = self.create_position_ids_from_input_ids(input_ids, self.padding_idx)
+        x = (self.tokens(input_ids) + self.places(position_ids)).unsqueeze(1)
+        return self.last(F.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
+
+
+SMALL = sw.GPTConfig(vocab_size=16, dim=8, num_layers=2, num_heads=2, max_seq_len=8)
+KINDS: dict[str, Callable[[], nn.Module]] = {"gpt": lambda: sw.GPT(SMALL), "counting": Counting}
+
+
+def distilled(text: str, is_copy: bool, kinds: tuple[str, str] = ("gpt", "gpt")) -> str | list[float]:
     """Losses of a model that follows a second one; or what was refused."""
     plan = sw.Plan.parse(f"{text} / fp64")
-    config = sw.GPTConfig(vocab_size=16, dim=8, num_layers=2, num_heads=2, max_seq_len=8)
     with sw.open_mesh(plan) as mesh:
-        placed, teacher = (sw.apply(lambda: sw.GPT(config), plan, mesh, seed=seed) for seed in (1, 2))
+        placed, teacher = (sw.apply(KINDS[kind], plan, mesh, seed=i) for i, kind in enumerate(kinds, start=1))
         teacher.module.eval().requires_grad_(False)
 
         def to_teacher(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
@@ -375,3 +400,10 @@ def test_a_teacher_sees_the_whole_sequence(world) -> None:
         assert world(2, distilled, text, False) == [pytest.approx(alone, rel=1e-11)] * 2
     for said in world(2, distilled, "cp2", True):
         assert "did not come through placed.share (or was copied after it)" in said
+
+
+@pytest.mark.parametrize("kinds", [("gpt", "counting"), ("counting", "gpt")])
+def test_a_teacher_counts_positions_in_its_own_way(world, kinds: tuple[str, str]) -> None:
+    """It was given those of its student: another loss without a word, or an index outside of its table."""
+    (alone,) = world(1, distilled, "dp1", False, kinds)
+    assert world(2, distilled, "cp2", False, kinds) == [pytest.approx(alone, rel=1e-11)] * 2

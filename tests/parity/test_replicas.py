@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torchao.optim import AdamW8bit
 
 import shardwise as sw
 from shardwise.errors import ReplicaError
@@ -198,6 +199,48 @@ def test_a_bit_of_the_optimizer_of_one_of_two_is_an_error_that_names_it(world: W
 @pytest.mark.parametrize("plan", ["dp2 tp2 / fp64", "dp2 fsdp2 / fp64", "pp2 dp2 / mb2 fp64"])
 def test_what_an_optimizer_keeps_is_alike_where_its_parameter_is(world: World, plan: str, optimizer: str) -> None:
     assert all(not seen for seen, _ in world(4, state_flipped, plan, optimizer, {}))
+
+
+class Remarking(torch.optim.SGD):
+    """Keeps a text beside each parameter, which no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["remark"] = "stepped"
+
+
+def of_another_library(kind: str, flips: bool) -> tuple[list[Any], int]:
+    """After two steps a bit of the state flips on the last rank; what checks say, and the sum of 8-bit codes."""
+    plan = sw.Plan.parse("dp3 / fp32")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no checkpoint will hold the state
+        placed = sw.apply(lambda: nn.Linear(64, 64), plan, mesh, seed=1)
+        make: Any = AdamW8bit if kind == "8bit" else functools.partial(Remarking, momentum=0.9)
+        optimizer = make(placed.parameters(), lr=1e-2)
+        state = sw.TrainState(placed, optimizer)
+        step = sw.make_step(state, lambda output, _: sw.mean_over(output.square().sum(1)), options=CHECK)
+        rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).tensor_split(3)[mesh.batch.rank]
+        events = [event for _ in range(2) for event in step(rows).events]
+        kept, replicas = optimizer.state[placed.named_parameters()["weight"]], Replicas(state)
+        if flips and mesh.rank == 2:
+            kept["exp_avg"].codes.view(-1)[5] ^= 1
+        events += [event for _ in range(3) for event in replicas.check()]
+        return events, int(kept["exp_avg"].codes.long().sum()) if kind == "8bit" else 0
+
+
+def test_state_in_tensors_of_another_library_is_compared_by_what_they_are_made_of(world: World) -> None:
+    """A check ended in an error of the library's tensors, which have no bits of their own."""
+    assert world(3, of_another_library, "8bit", False)[0][0] == []
+    ranks = world(3, of_another_library, "8bit", True)
+    for [event], codes in ranks:
+        assert (event["ranks"], event["parameters"]) == ([2], ["optim.weight.exp_avg.codes"])
+        assert codes == ranks[0][1]
+
+
+def test_state_that_no_checkpoint_holds_is_not_compared(world: World) -> None:
+    """A run that had been told so at its first step, and trained on, ended at its first check."""
+    assert all(not events for events, _ in world(3, of_another_library, "remark", False))
 
 
 def quiet(text: str, state_dtype: str) -> tuple[list[Any], set[str]]:
@@ -421,3 +464,9 @@ def test_a_parameter_that_the_loss_function_holds_is_warned_of_once(world: World
 def test_it_is_warned_of_where_loss_functions_are_watched_too(world: World) -> None:
     first, second = world(2, own_scale, "function", "fsdp2")
     assert not second and "scale (1)" in first[0]
+
+
+def test_it_is_warned_of_on_a_stage_that_has_the_loss(world: World) -> None:
+    """The rank that spoke was one of the first stage, where no gradient comes."""
+    first, _, last, other = world(4, own_scale, "function", "pp2 dp2 / mb2")
+    assert not first and not other and "scale (1)" in last[0]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -43,9 +43,9 @@ WHOLE = ("attention_mask", "document_ids", "segment_ids")
 class ContextSplit:
     """What `shard_context` leaves in `placed.context`: divides micro-batches, and carries attention over the axis."""
 
-    _layouts: ClassVar[MutableMapping[torch.Tensor, tuple[Layout, torch.Tensor | None]]] = WeakIdKeyDictionary()
-    """A rank's part of a micro-batch's main input -> the layout of the whole, and positions that were counted on it: of
-    all models, as a teacher is given the part of the one that it teaches."""
+    _layouts: ClassVar[MutableMapping[torch.Tensor, tuple[Layout, torch.Tensor]]] = WeakIdKeyDictionary()
+    """A rank's part of a micro-batch's main input -> the layout of the whole, and its ids: of all models, as a teacher,
+    which counts positions in its own way, is given the part of the one that it teaches."""
 
     def __init__(self, plan: Plan, mesh: Mesh, root: nn.Module) -> None:
         """`root` is the model with all of its modules."""
@@ -70,17 +70,18 @@ class ContextSplit:
         """
         main = self._main(batch)
         layout = self._layout(main)
-        counted = None if self.count is None else self._part("", self.count(main), layout)
         if isinstance(batch, torch.Tensor):
             part: Batch = self._part("", batch, layout)
         elif isinstance(batch, Mapping):
             part = {key: self._part(key, value, layout) for key, value in batch.items()}
             if self.positions not in part:
-                part[self.positions] = self._numbers(layout, main) if counted is None else counted
+                part[self.positions] = self._numbers(layout, main)
         else:
             values = [self._part("", value, layout) for value in batch]
             part = type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-        self._layouts[self._main(part)] = layout, counted
+        is_ids = not main.is_floating_point()
+        # of embeddings the shape alone is asked for, and they are many numbers
+        self._layouts[self._main(part)] = layout, main if is_ids else main.new_empty((*main.shape[:2], 0))
         return part
 
     def _main(self, batch: Batch) -> torch.Tensor:
@@ -115,6 +116,8 @@ class ContextSplit:
 
     def _numbers(self, layout: Layout, main: torch.Tensor) -> torch.Tensor:
         """Positions of this rank's tokens in the whole sequence: (batch, tokens) int64."""
+        if self.count is not None:
+            return cast(torch.Tensor, self._part("", self.count(main), layout))
         ranges = layout.ranges[self.rank]
         numbers = torch.cat([torch.arange(start, end, device=main.device) for start, end in ranges])
         return numbers.expand(main.shape[0], -1)
@@ -127,10 +130,10 @@ class ContextSplit:
             self._check_whole(root, args, kwargs)
             divided.ranks = None
             return forward(*args, **kwargs)
-        layout, counted = self._layouts[main]
+        layout, whole = self._layouts[main]
         divided.ranks, divided.rows = Ranks(self.group, self.rank, layout), main.shape[0]
         if self.positions not in kwargs:
-            kwargs = {**kwargs, self.positions: self._numbers(layout, main) if counted is None else counted}
+            kwargs = {**kwargs, self.positions: self._numbers(layout, whole)}
         calls = divided.calls
         with Watch(divided):
             output = forward(*args, **kwargs)

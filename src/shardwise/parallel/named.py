@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.parallel.torch_private import put_versions
+
 
 def named_by(function: Any) -> Iterator[tuple[str, Any]]:
     """The values that a function is bound to or given, its defaults, and what its code names around it.
@@ -96,28 +98,41 @@ def values_kept(function: Callable[..., Any]) -> Iterator[None]:
 def written_kept(functions: Iterable[Callable[..., Any]], most: int) -> Iterator[bool]:
     """What the functions write into tensors and arrays that they name while it lasts is undone.
 
-    Those in what they name, too: attributes and items, three deep; not parameters, nor buffers of modules.
+    Those in what they name, too: attributes and items, three deep; not parameters, nor buffers of modules. With it
+    torch's counts of writes, for a graph from before may have saved such a tensor for its backward pass.
 
     Args:
         functions: whose names are followed.
         most: numbers to copy; where there are more nothing is copied, and False is given.
 
-    Cost: a copy of each.
+    Cost: a copy of each, and a comparison of its bits, as a write through `.data` is in no count.
     """
     found = list(_arrays([value for function in functions for _, value in named_by(function)]))
     if sum(int(each.size if isinstance(each, np.ndarray) else each.numel()) for each in found) > most:
         yield False
         return
-    before = [(each, each.copy() if isinstance(each, np.ndarray) else each.detach().clone()) for each in found]
-    versions = [0 if isinstance(each, np.ndarray) else each._version for each in found]
+    before: list[tuple[Any, Any]] = [
+        (each, each.copy() if isinstance(each, np.ndarray) else each.detach().clone()) for each in found
+    ]
+    versions = [(each, each._version) for each in found if isinstance(each, torch.Tensor)]
     try:
         yield True
     finally:
-        for (now, kept), version in zip(before, versions, strict=True):
+        written = {id(each) for each, version in versions if each._version != version}
+        for now, kept in before:
             if isinstance(now, np.ndarray):
                 np.copyto(now, kept)
-            elif now._version != version:
+            elif id(now) in written or not _is_same(now, kept):  # else not: one of a file may refuse to be written
                 now.detach().copy_(kept)
+        put_versions(versions)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they have the same bits; of other layouts than torch's usual one nobody looks."""
+    if one.layout is not torch.strided or one.is_quantized:
+        return True
+    bits = [each.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*bits)
 
 
 def _arrays(values: list[Any], depth: int = 3) -> Iterator[Any]:

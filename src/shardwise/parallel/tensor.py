@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -128,11 +129,12 @@ def _rules(placed: Placed, plan: Plan, mesh: Mesh) -> dict[str, str]:
         return recipe_for(placed.original_names, plan.tensor.recipe)
     found = rules_of(root, placed.blocks, mesh.size(AXIS))
     if found.notes and mesh.is_first:
-        warnings.warn(
-            f"tensor parallelism of {type(root).__name__}: some layers cannot be split and stay whole on every rank "
-            f"({'; '.join(found.notes)}): right, but of no use to memory; use a tp that divides them",
-            stacklevel=4,
-        )
+        with suppress(Warning):  # `-W error` does not end one rank, for which the others would wait
+            warnings.warn(
+                f"tensor parallelism of {type(root).__name__}: some layers cannot be split and stay whole on every "
+                f"rank ({'; '.join(found.notes)}): right, but of no use to memory; use a tp that divides them",
+                stacklevel=4,
+            )
     return dict(found.rules)
 
 

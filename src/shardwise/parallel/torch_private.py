@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, FunctionType
 from typing import Any, Protocol, cast
@@ -110,6 +110,12 @@ def strided_shard_factor(placement: Placement) -> int | None:
 def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange two tensors and keep the objects: `torch.utils.swap_tensors`, public but without types."""
     torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
+
+
+def put_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Let tensors count as many writes as they did: of those whose values were put back, a graph may hold some."""
+    if versions:
+        torch._C._autograd._unsafe_set_version_counter(*zip(*versions, strict=True))
 
 
 OperationMode = TorchDispatchMode

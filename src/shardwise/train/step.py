@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -45,7 +44,7 @@ from shardwise.train.options import options_with as options_with
 from shardwise.train.protect import Protection
 from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState, placed_of
-from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
+from shardwise.train.sums import Own, Sums, WorldSums, tell_unequal_rows
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.untraced import settle
 from shardwise.train.updates.joined import Joined, JoinedGradients
@@ -287,7 +286,7 @@ class TrainStep:
     def _check_equal_rows(self, sums: Sums) -> None:
         if sums.has_unequal_rows and not self._warned and self.state.mesh.is_first:
             self._warned = True
-            warnings.warn(UNEQUAL_ROWS, stacklevel=4)
+            tell_unequal_rows(stacklevel=5)
 
     def _update(self, grads: dict[str, torch.Tensor], joined: Joined, sums: Sums, start: float) -> StepMetrics:
         state, weight = self.state, sums.weight

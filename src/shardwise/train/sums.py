@@ -9,6 +9,8 @@ Elsewhere it is one all-reduce of seven numbers.
 from __future__ import annotations
 
 import math
+import warnings
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -59,11 +61,14 @@ class Sums(NamedTuple):
         return bool(self.num_means) and self.rows**2 != self.num_means * self.rows_squared
 
 
-UNEQUAL_ROWS = (
-    "the loss function returns a plain mean, and ranks hold unequal numbers of rows: every row weighs the same; return "
-    "(sum, weight) if the mean is over anything else (shardwise.mean_over)"
-)
-"""What is said of that."""
+def tell_unequal_rows(stacklevel: int) -> None:
+    """Warn of that."""
+    with suppress(Warning):  # `-W error` does not end one rank, for which the others would wait
+        warnings.warn(
+            "the loss function returns a plain mean, and ranks hold unequal numbers of rows: every row weighs the "
+            "same; return (sum, weight) if the mean is over anything else (shardwise.mean_over)",
+            stacklevel=stacklevel,
+        )
 
 
 class WorldSums:

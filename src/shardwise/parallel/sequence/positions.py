@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -46,8 +47,9 @@ def counted_by(root: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None
     Args:
         root: the model with all of its modules; of a pipeline not those of one stage.
     """
-    home = _home(root)
-    table = getattr(home, "get_input_embeddings", lambda: None)()
+    home, table = _home(root), None
+    with suppress(NotImplementedError):  # of a model of a script's own, with another name for it than theirs
+        table = getattr(home, "get_input_embeddings", lambda: None)()
     holder = next((module for module in home.modules() if table in (*module.children(),)), home)
     for module in (holder, *holder.children()):
         forward = inspect.unwrap(type(module).forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -28,14 +29,15 @@ class HeldParameters:
         trained = {name: parameter for name, parameter in held.items() if parameter.grad is not None}
         placed = {id(parameter) for module in APPLIED if trained for parameter in module.parameters()}
         names = [name for name, parameter in trained.items() if id(parameter) not in placed]
-        if names and self._mesh.is_first:
-            warnings.warn(
-                f"the loss function holds parameters with a gradient: {', '.join(names[:3])} ({len(names)}); it is of "
-                "this rank's rows alone, in no norm and in no checkpoint, and ranks that step them drift apart; let "
-                "the model hold them, whose forward returns them beside its output (docs/loss.md), or freeze them "
-                "(requires_grad_(False)) where nobody trains them",
-                stacklevel=2,
-            )
+        if names and self._mesh.tells:
+            with suppress(Warning):  # `-W error` does not end one rank, for which the others would wait
+                warnings.warn(
+                    f"the loss function holds parameters with a gradient: {', '.join(names[:3])} ({len(names)}); it is "
+                    "of this rank's rows alone, in no norm and in no checkpoint, and ranks that step them drift apart; "
+                    "let the model hold them, whose forward returns them beside its output (docs/loss.md), or freeze "
+                    "them (requires_grad_(False)) where nobody trains them",
+                    stacklevel=2,
+                )
 
 
 def _parameters(function: Any) -> Iterator[tuple[str, nn.Parameter]]:

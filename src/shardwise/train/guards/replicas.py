@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ReplicaError
+from shardwise.errors import ModelError, ReplicaError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.plan.plan import AXES
@@ -106,13 +106,21 @@ class Replicas:
             turn: which tensor of that, for each parameter; None: all.
         """
         live = self._live(buffers=is_trained)
-        kept = self._state.optimizer.states_by_parameter() if is_trained else {}
+        kept = self._kept() if is_trained else {}
         held: dict[Ends, dict[str, torch.Tensor]] = {}
         for ends, names in self._groups.items():
-            own = held[ends] = {name: local_shard(live[name]) for name in names if name in live}
+            own = {name: local_shard(live[name]) for name in names if name in live}
             for state in (sorted(kept[name].items()) for name in names if kept.get(name)):
                 own |= state if turn is None else [state[turn % len(state)]]
+            held[ends] = _opened(own)
         return held
+
+    def _kept(self) -> Mapping[str, dict[str, torch.Tensor]]:
+        """What the optimizer keeps, parameter by parameter; nothing of one that no checkpoint can hold."""
+        try:
+            return self._state.optimizer.states_by_parameter()
+        except ModelError:  # its first step has warned of it
+            return {}
 
     def check(self) -> tuple[dict[str, Any], ...]:
         """Compare; what differs is healed from the majority, optimizer state and all. Every rank calls it.
@@ -201,10 +209,10 @@ class Replicas:
         mesh, optimizer = self._mesh, self._state.optimizer
         if mesh.rank != source and mesh.rank not in wrong:
             return
-        kept = optimizer.state_tensors()
-        held = self._live() | kept
+        kept = optimizer.state_tensors() if any(name.startswith(PREFIX) for name in names) else {}
+        held = _opened({name: local_shard(tensor) for name, tensor in (self._live() | kept).items()})
         for name in names:
-            local = local_shard(held[name])
+            local = held[name]
             buffer = local.contiguous().to(mesh.device)
             if mesh.rank == source:
                 for rank in wrong:
@@ -212,8 +220,11 @@ class Replicas:
             else:
                 dist.recv(buffer, source)
                 local.copy_(buffer)
-        if mesh.rank in wrong and not kept.keys().isdisjoint(names):
-            optimizer.state_template(kept)  # it learns which states are plain numbers
+        now = optimizer.local_state() if kept and mesh.rank in wrong else {}
+        if any(now[name].data_ptr() != held[name].data_ptr() for name in now.keys() & names):
+            optimizer.state_template(
+                kept
+            )  # numbers of Python's, into which nothing is copied: it learns which they are
             optimizer.load_state_tensors(kept)
 
 
@@ -239,6 +250,17 @@ def _said(names: Sequence[str], equal_at: int, step: int) -> str:
 def _combined(tensors: Mapping[str, torch.Tensor]) -> int:
     total = sum((2 * number + 1) * checksum(tensor) for number, tensor in enumerate(tensors.values()))
     return (total + 2**63) % 2**64 - 2**63
+
+
+def _opened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the plain tensors that one is made of (codes and scales of a library's 8-bit state) in its place."""
+    opened: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
+            opened |= _opened({f"{name}.{inner}": getattr(tensor, inner) for inner in flatten()[0]})
+        else:
+            opened[name] = tensor
+    return opened
 
 
 def _layout(parameter: torch.Tensor) -> _Layout | None:

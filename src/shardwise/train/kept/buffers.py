@@ -50,7 +50,9 @@ class Buffers:
         """Make them what they were at the last `keep`."""
         for (held, key), before in zip(self._places, self._kept, strict=True):
             live = held[key]
-            if live is not None and before is not None:
+            if before is not None and not _fits(live, before):  # a forward has put a longer one there, or none
+                held[key] = before.clone()
+            elif live is not None and before is not None:
                 live.copy_(before)
         self._extra.restore(self._kept_extra)
 
@@ -59,6 +61,8 @@ def _room(buffer: torch.Tensor | None, before: torch.Tensor | None) -> torch.Ten
     """Memory for a copy of a buffer: that of the last one where it fits."""
     if buffer is None:
         return None
-    if before is None or (before.shape, before.dtype, before.device) != (buffer.shape, buffer.dtype, buffer.device):
-        return torch.empty_like(buffer)
-    return before
+    return before if before is not None and _fits(buffer, before) else torch.empty_like(buffer)
+
+
+def _fits(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

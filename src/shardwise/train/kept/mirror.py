@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any, Protocol
@@ -276,7 +277,8 @@ class Mirror:
         if differs:  # some rank has tensors that it did not stand by with: all find out anew
             self._shapes = []
         if (other := other_statistics(then, now, state.step)) and state.mesh.is_first:
-            warnings.warn(other, stacklevel=2)
+            with suppress(Warning):  # `-W error` does not end one rank, for which the others would wait
+                warnings.warn(other, stacklevel=2)
 
 
 def other_statistics(then: int, now: int, step: int) -> str:
