@@ -122,3 +122,20 @@ def test_matrices_that_do_not_fit_behind_each_other_are_said(tmp_path: Path) -> 
         "perhaps other ranks' parts: each matrix takes 4 times what the one before it gives, as where FSDP cut a model "
         "over 4 ranks; it is taken for the whole model"
     )
+
+
+class Runs:
+    """Code in a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return eval, (f"open({str(self.path)!r}, 'w')",)
+
+
+def test_leave_to_run_code_is_not_for_files_beside(tmp_path: Path) -> None:
+    for rank, more in enumerate(({}, {"code": Runs(tmp_path / "ran")})):
+        torch.save({"w": torch.ones(2, 4), **more}, tmp_path / f"shard_{rank}.pt")
+    notes = convert(tmp_path / "shard_0.pt", tmp_path / "out", Options(unsafe=True)).notes
+    assert any("shard_0.pt, shard_1.pt lie together" in note for note in notes) and not (tmp_path / "ran").exists()

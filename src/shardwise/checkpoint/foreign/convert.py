@@ -6,7 +6,7 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +156,8 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     found.notes += check_lone(files, source) if source.is_file() else []
     found.notes += filter(None, [narrow_norms(found.weights)])
     if kind in ("safetensors", "torch"):
-        found.notes += check_whole(files, source, found.weights, lambda p: _read(files, p, kind, options).weights)
+        sandboxed = replace(options, unsafe=False)  # leave to run code is for the file that was given
+        found.notes += check_whole(files, source, found.weights, lambda p: _read(files, p, kind, sandboxed).weights)
     how = Beside(optimizer=options.optimizer, in_order=options.in_order, unsafe=options.unsafe)
     add_beside(files, source, found, how)
     return found
