@@ -51,6 +51,17 @@ def test_a_rank_is_what_it_would_be_if_it_had_been_started(tmp_path: Path, how: 
     assert sorted(out.splitlines()) == sorted([*said, "ended 0", "ended 1"])
 
 
+def test_under_nohup_a_rank_ignores_a_closed_terminal(tmp_path: Path) -> None:
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        says = TORCH + "import signal\nprint(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+        process = start(tmp_path, says, "--nproc", "2")
+    finally:
+        signal.signal(signal.SIGHUP, kept)
+    code, out, err = finish(process)
+    assert (code, out.split()) == (ExitCode.OK, ["True", "True"]), err
+
+
 def test_how_ranks_start_is_one_of_two(tmp_path: Path) -> None:
     code, _, err = finish(start(tmp_path, TORCH, "--nproc", "2", SHARDWISE_START="spoon"))
     assert code == ExitCode.LAUNCH and "SHARDWISE_START='spoon': needed `fork`" in err

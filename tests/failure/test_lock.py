@@ -9,18 +9,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from shardwise.checkpoint.holding import Holder
+from shardwise.cli import train as cli_train
 from shardwise.errors import ExitCode, LockedError, UsageError
 from shardwise.testing.world import World
 from shardwise.train.kept import lock as lock_module
 from shardwise.train.kept.lock import RunLock
+from shardwise.train.kept.owner import Owner
 from shardwise.train.kept.rundir import RunDir
 from tests.failure.as_rank import typed
 
@@ -200,9 +205,9 @@ def test_negative_control_a_check_before_a_write_lets_two_win(tmp_path: Path) ->
     (tmp_path / "lock").mkdir()
     seen = [lock_module._newest(tmp_path / "lock") for _ in range(2)]
     for newest in seen:
-        lock_module._write(lock_module._path(tmp_path / "lock", newest + 1), lock_module.Owner.here())
+        lock_module._write(lock_module._path(tmp_path / "lock", newest + 1), Owner.here())
     assert seen == [0, 0]
-    assert not lock_module._create(lock_module._path(tmp_path / "lock", 1), lock_module.Owner.here())
+    assert not lock_module._create(lock_module._path(tmp_path / "lock", 1), Owner.here())
 
 
 def test_a_lock_that_is_none_of_ours(tmp_path: Path) -> None:
@@ -316,3 +321,42 @@ def test_the_file_of_a_run_that_began_in_its_place_is_left_alone(tmp_path: Path)
     assert f"was taken over by {lock.owner.owner} on {lock.owner.host}, pid {pid}" in lock.keep() and not lock.is_held
     lock.release()
     assert not record(tmp_path / "lock")["released"]
+
+
+def _of_train(folder: Path) -> Iterator[None]:
+    settings = SimpleNamespace(train=SimpleNamespace(checkpoints=None))
+    with cli_train._held(RunDir(folder), SimpleNamespace(settings=settings), None, cli_train.How()):  # type: ignore[arg-type]
+        yield
+
+
+def _of_a_store(folder: Path) -> Iterator[None]:
+    mesh: Any = SimpleNamespace(rank=0, at_exit=[])
+    try:
+        Holder(folder).take(mesh)
+        yield
+    finally:  # as `open_mesh` does
+        for finish in reversed(mesh.at_exit):
+            finish()
+
+
+@pytest.mark.parametrize("hold", [_of_train, _of_a_store])
+@pytest.mark.parametrize("after", ["_create", "take", "start"])
+def test_ctrl_c_while_it_is_taken_leaves_no_lock(
+    after: str, hold: Callable[[Path], Iterator[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process lives on, as a notebook does, and a lock that was left would keep it out."""
+    where: Any = lock_module if after == "_create" else RunLock
+    real, interrupted = getattr(where, after), [False]
+
+    def interrupt(*args: Any, **keywords: Any) -> Any:
+        done = real(*args, **keywords)
+        if not interrupted[0]:
+            interrupted[0] = True
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(where, after, interrupt)
+    with pytest.raises(KeyboardInterrupt), contextmanager(hold)(tmp_path):
+        pass
+    with RunLock.take(tmp_path / "lock", lost) as lock:
+        assert lock.taken_over is None and lock.generation == 2

@@ -49,6 +49,7 @@ LAYERS = {
     "parallel": 3,
     "models": 3,
     "train.kept.lock": 1,  # files and processes; who holds a run's directory, or a store
+    "train.kept.owner": 1,
     "train": 4,
     "checkpoint": 4,
     "communicate": 4,

@@ -64,8 +64,8 @@ class Holder:
 
         def act() -> None:
             RunLock.await_free(self._folder, job=self._job)
-            self._lock = RunLock.take(self._folder, end_at_once, job=self._job).start()
-            mesh.at_exit.append(self._lock.release)
+            at_exit = mesh.at_exit.append
+            self._lock = RunLock.take(self._folder, end_at_once, job=self._job, at_exit=at_exit).start()
             self._mesh = mesh
 
         if self._lock is not None and mesh is self._mesh:  # its directory may have been removed since

@@ -49,7 +49,8 @@ from shardwise.launch.rank.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.records import say
 from shardwise.train.kept.changes import Before, Change, check_allowed, find_changes, leave_of
-from shardwise.train.kept.lock import Owner, RunLock, end_at_once
+from shardwise.train.kept.lock import RunLock, end_at_once
+from shardwise.train.kept.owner import Owner
 from shardwise.train.kept.rundir import RunDir, check_not_lost, write_text
 from shardwise.train.progress import lasting
 
@@ -280,17 +281,17 @@ def _held(run: RunDir, derived: Derived, launch: Launch | None, how: How) -> Ite
     with ExitStack() as stack:
         dead = list[Owner]()
         for folder in run.locks(derived.settings.train.checkpoints):
-            lock = stack.enter_context(_lock(folder, launch, how))
+            lock = _lock(folder, launch, how, stack).start()
             dead += [lock.taken_over] if lock.taken_over is not None and lock.taken_over not in dead else []
         yield tuple(dead)
 
 
-def _lock(folder: Path, launch: Launch | None, how: How) -> RunLock:
+def _lock(folder: Path, launch: Launch | None, how: How, stack: ExitStack) -> RunLock:
     if launch is None or how.asked is None:
-        return RunLock.take(folder, end_at_once)
+        return RunLock.take(folder, end_at_once, at_exit=stack.callback)
     from shardwise.launch.elastic.nodes import take_when_free
 
-    return take_when_free(folder, end_at_once)
+    return take_when_free(folder, end_at_once, at_exit=stack.callback)
 
 
 def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:

@@ -6,7 +6,7 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.optimizers import Beside, add_beside
 from shardwise.checkpoint.foreign.parts import check_folders, check_lone, narrow_norms
 from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
+from shardwise.checkpoint.foreign.signs import check_whole
 from shardwise.checkpoint.foreign.state import Foreign, without_elements
 from shardwise.checkpoint.foreign.torch_files import add_meta, read_torch
 from shardwise.checkpoint.foreign.views import Cast, Source
@@ -154,6 +155,9 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     found = _read(files, source, kind, options)
     found.notes += check_lone(files, source) if source.is_file() else []
     found.notes += filter(None, [narrow_norms(found.weights)])
+    if kind in ("safetensors", "torch"):
+        sandboxed = replace(options, unsafe=False)  # leave to run code is for the file that was given
+        found.notes += check_whole(files, source, found.weights, lambda p: _read(files, p, kind, sandboxed).weights)
     how = Beside(optimizer=options.optimizer, in_order=options.in_order, unsafe=options.unsafe)
     add_beside(files, source, found, how)
     return found

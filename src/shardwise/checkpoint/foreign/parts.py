@@ -29,10 +29,10 @@ _EXPERTS = "num_experts"
 _RANKS = re.compile(r"consolidated\.(\d+)\.(pth|pt)")
 _PIECES = re.compile(r"(layer_\d+|expert_\d+)[-_].*model_states\.pt")
 _FOLDERS = re.compile(r"mp_rank_\d+(_\d+)*|tp_rank_\d+(_(pp|dp|ep)_rank_\d+)*")
-_OF_RANK = re.compile(r"(.*?(?<![a-zA-Z])rank[-_]?)(\d{1,6})(\D.*)?", re.IGNORECASE)
+OF_RANK = re.compile(r"(.*?(?<![a-zA-Z])rank[-_]?)(\d{1,6})(\D.*)?", re.IGNORECASE)
 _WORLD = re.compile(r"world[-_]?size[-_]?0*([2-9]|\d{2,6})(?!\d)", re.IGNORECASE)
 _DCP = re.compile(r"__\d+_\d+\.distcp")
-_NORM = re.compile(r"(^|[._])(\w*norm\d*|ln_\w+)\.weight$", re.IGNORECASE)
+NORM = re.compile(r"(^|[._])(\w*norm\d*|ln_\w+)\.weight$", re.IGNORECASE)
 _FLAT = re.compile(r"_?flat_param(_\d+)?")
 
 
@@ -53,7 +53,7 @@ def check_is_all(value: Mapping[Any, Any], where: str) -> None:
     if _DEEPSPEED in value and value.get(_EXPERTS):
         said.append(f"{_EXPERTS} {str(value[_EXPERTS])[:40]}, which are in files of their own")
     if said:
-        raise CheckpointError(f"{where}: found a part of a model ({shown(said)}); {_NEEDED}")
+        raise CheckpointError(f"{where}: found a part of a model ({shown(said)}); {NEEDED}")
 
 
 def check_alone(files: OpenFiles, path: Path) -> None:
@@ -69,7 +69,7 @@ def check_alone(files: OpenFiles, path: Path) -> None:
         )
     names = [path.name] if path.is_file() else files.names(path)
     if pieces := [name for name in names if _PIECES.fullmatch(name)]:
-        raise CheckpointError(f"{path}: found {shown(pieces)}, by the name layers or experts of a model; {_NEEDED}")
+        raise CheckpointError(f"{path}: found {shown(pieces)}, by the name layers or experts of a model; {NEEDED}")
     own = path.parent if path.is_file() else path
     beside: list[str] = []
     with suppress(CheckpointError):  # a directory above that may not be listed says nothing
@@ -79,7 +79,7 @@ def check_alone(files: OpenFiles, path: Path) -> None:
     ranks = [name for name in files.names(folder) if _RANKS.fullmatch(name)] if folder.is_dir() else []
     numbers = [int(match[1]) for name in ranks if (match := _RANKS.fullmatch(name))]
     if any(numbers):
-        raise CheckpointError(f"{folder}: found {shown(ranks)}, by the name parts of ranks; {_NEEDED}")
+        raise CheckpointError(f"{folder}: found {shown(ranks)}, by the name parts of ranks; {NEEDED}")
 
 
 def check_lone(files: OpenFiles, path: Path) -> list[str]:
@@ -95,17 +95,17 @@ def check_lone(files: OpenFiles, path: Path) -> list[str]:
     Raises:
         CheckpointError: naming the files.
     """
-    own = _OF_RANK.fullmatch(path.name)
+    own = OF_RANK.fullmatch(path.name)
     if own is None or path.name.endswith("_states.pt"):  # DeepSpeed's say in themselves of how many they are
         return []
     names = [path.name]
     with suppress(CheckpointError):  # a directory that may not be listed says nothing
         names = files.names(path.parent)
-    matches = [match for name in names if (match := _OF_RANK.fullmatch(name))]
+    matches = [match for name in names if (match := OF_RANK.fullmatch(name))]
     ranks = {int(match[2]): match[0] for match in matches if (match[1], match[3]) == (own[1], own[3])}
     if (len(ranks) > 1 and sorted(ranks) == list(range(len(ranks)))) or _WORLD.search(path.name):
         raise CheckpointError(
-            f"{path}: found {shown([ranks[rank] for rank in sorted(ranks)])}, by the name parts of ranks; {_NEEDED} "
+            f"{path}: found {shown([ranks[rank] for rank in sorted(ranks)])}, by the name parts of ranks; {NEEDED} "
             "(where each rank saved the whole model, give a copy of one file without `rank` in its name)"
         )
     return [
@@ -119,7 +119,7 @@ def narrow_norms(weights: Mapping[str, Source]) -> str:
     A norm's weight has the width of what it norms, and that is the last dim of the matrix which reads it.
     """
     widths = {source.shape[-1] for source in weights.values() if len(source.shape) == 2}
-    norms = {n: s.shape[0] for n, s in weights.items() if len(s.shape) == 1 and _NORM.search(n)}
+    norms = {n: s.shape[0] for n, s in weights.items() if len(s.shape) == 1 and NORM.search(n)}
     sizes = set(norms.values())
     if len(norms) < 2 or len(sizes) != 1 or sizes & widths or not (size := sizes.pop()):
         return ""
@@ -140,7 +140,7 @@ def check_folders(path: Path, names: Sequence[str]) -> None:
     """
     ranks = [name for name in names if _FOLDERS.fullmatch(name)]
     if len(ranks) > 1:
-        raise CheckpointError(f"{path}: found {shown(ranks)}, by the name parts of ranks; {_NEEDED}")
+        raise CheckpointError(f"{path}: found {shown(ranks)}, by the name parts of ranks; {NEEDED}")
 
 
 def check_unflattened(names: Iterable[str], where: str) -> None:
@@ -157,4 +157,4 @@ def check_unflattened(names: Iterable[str], where: str) -> None:
         )
 
 
-_NEEDED = "needed the whole model: merge the parts with the tools of who wrote them, and convert what these write"
+NEEDED = "needed the whole model: merge the parts with the tools of who wrote them, and convert what these write"

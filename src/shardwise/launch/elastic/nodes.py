@@ -94,8 +94,16 @@ def _note_change(job: RunJob) -> None:
     )
 
 
-def take_when_free(folder: Path, on_lost: Callable[[str], None], wait_s: float = STALE_S + 15) -> RunLock:
+def take_when_free(
+    folder: Path,
+    on_lost: Callable[[str], None],
+    wait_s: float = STALE_S + 15,
+    *,
+    at_exit: Callable[[Callable[[], None]], object] = lambda release: None,
+) -> RunLock:
     """Become the owner of a directory by its lock; wait for the one before, whose node may be gone without a word.
+
+    `at_exit`: as for `RunLock.take`.
 
     Raises:
         LockedError: it is still in use.
@@ -103,7 +111,7 @@ def take_when_free(folder: Path, on_lost: Callable[[str], None], wait_s: float =
     end = time.monotonic() + wait_s
     while True:
         try:
-            return RunLock.take(folder, on_lost)
+            return RunLock.take(folder, on_lost, at_exit=at_exit)
         except LockedError:
             if time.monotonic() > end:
                 raise

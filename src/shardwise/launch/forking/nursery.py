@@ -182,7 +182,8 @@ class Nursery:
         """In the new process: a rank. Ends by SystemExit, as a program does: exit handlers run."""
         os.setpgid(0, 0)  # SIGKILL goes to the whole group: to data workers too
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup` stays what it is
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._selector.close()
         self.line.socket.close()
         for pipe in (pipe for pipes in self.orders.values() for pipe in pipes):

@@ -9,61 +9,27 @@ next file. Nothing is locked in the kernel: it works on every file system that h
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-import platform
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-import psutil
-
 from shardwise.errors import ExitCode, LockedError, UsageError
 from shardwise.records import say
+from shardwise.train.kept.owner import Owner, is_here, runs, this_process
 
 BEAT_S = 5.0
 """How often an owner touches its file."""
 STALE_S = 60.0
 """An owner of another host whose file is older is dead. Ages are told by the file system's clock, never by a host's.
 One that is dated so far into the future is watched for as long."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Owner:
-    """Who holds a run's directory."""
-
-    owner: str
-    host: str
-    place: str
-    """Boot and pid namespace: what a pid of that host means here."""
-    pids: tuple[tuple[int, float], ...]
-    """Processes that may write there, each with the time when it began: a pid comes back, the pair does not."""
-    started: str
-    """UTC, ISO 8601."""
-    released: bool = False
-    job: str = ""
-    """Of which its processes are, where several sets of them take turns."""
-
-    @classmethod
-    def here(cls, job: str = "") -> Owner:
-        """This process."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(owner=_user(), host=platform.node(), place=_place(), pids=(_this_process(),), started=now, job=job)
-
-    def is_run_of(self, other: Owner) -> bool:
-        """Whether both are one run: begun by one process."""
-        return (self.host, self.place, self.pids[0]) == (other.host, other.place, other.pids[0])
-
-    def __str__(self) -> str:
-        return f"{self.owner} on {self.host}, pid {self.pids[0][0]}, since {self.started}"
 
 
 class RunLock:
@@ -91,8 +57,18 @@ class RunLock:
         self._beat = threading.Thread(target=self._keep_alive, name="shardwise-lock", daemon=True)
 
     @classmethod
-    def take(cls, folder: Path, on_lost: Callable[[str], None], *, stale_s: float = STALE_S, job: str = "") -> RunLock:
+    def take(
+        cls,
+        folder: Path,
+        on_lost: Callable[[str], None],
+        *,
+        stale_s: float = STALE_S,
+        job: str = "",
+        at_exit: Callable[[Callable[[], None]], object] = lambda release: None,
+    ) -> RunLock:
         """Become the owner of a directory; or join it, where it is a process of the caller's own `job`.
+
+        `at_exit` is given what releases the lock before there is one: a Ctrl-C in between would leave it.
 
         Raises:
             LockedError: somebody who lives holds it, or won it at this moment.
@@ -106,9 +82,11 @@ class RunLock:
             before = _read(folder, newest) if newest else None
             if before is not None and not before.released and not _is_dead(before, _path(folder, newest), stale_s):
                 if job and before.job == job and (joined := cls.join(folder, on_lost)) is not None:
+                    at_exit(joined.release)
                     return joined
                 raise _refusal(folder, before)
             lock = cls(folder, newest + 1, Owner.here(job), on_lost)
+            at_exit(lock.release)
             if not _create(lock._path, lock.owner) or _newest(folder) > lock.generation:
                 # the second: whoever made our number anew after it was cleaned away is not the newest
                 raise _refusal(folder, _read(folder, _newest(folder)))
@@ -147,7 +125,7 @@ class RunLock:
                 touched = (newest, path.stat().st_mtime)
             except FileNotFoundError:  # it has just changed hands
                 continue
-            if _is_here(owner) or (seen is not None and touched != seen):
+            if is_here(owner) or (seen is not None and touched != seen):
                 raise _refusal(folder, owner)
             seen = touched
             time.sleep(min(1.0, stale_s / 10))
@@ -157,7 +135,7 @@ class RunLock:
         """The lock of a directory that this process is one of the holders of; None: it is none of them."""
         newest = _newest(folder)
         owner = _read(folder, newest) if newest else None
-        if owner is None or owner.released or not _is_here(owner) or _this_process() not in owner.pids:
+        if owner is None or owner.released or not is_here(owner) or this_process() not in owner.pids:
             return None
         lock = cls(folder, newest, owner, print)
         lock._is_owner = False
@@ -181,8 +159,8 @@ class RunLock:
             return None
         first, *others = owner.pids
         # the dead would be as many as there are recoveries
-        alive = [each for each in others if not _is_here(owner) or _runs(*each)]
-        joined = Owner(**{**asdict(owner), "pids": (first, *alive, _this_process())})
+        alive = [each for each in others if not is_here(owner) or runs(*each)]
+        joined = Owner(**{**asdict(owner), "pids": (first, *alive, this_process())})
         try:
             _write(_path(folder, newest), joined, in_place=True)
         except OSError as error:
@@ -262,8 +240,8 @@ def _refusal(folder: Path, owner: Owner | None) -> LockedError:
 
 
 def _is_dead(owner: Owner, path: Path, stale_s: float) -> bool:
-    if _is_here(owner):
-        return not any(_runs(pid, began) for pid, began in owner.pids)
+    if is_here(owner):
+        return not any(runs(pid, began) for pid, began in owner.pids)
     age = _age_s(path)
     return age > stale_s or (age < -stale_s and not _is_touched(path, stale_s))
 
@@ -281,20 +259,6 @@ def _is_touched(path: Path, within_s: float) -> bool:
     return True
 
 
-def _is_here(owner: Owner) -> bool:
-    """Whether its pids are processes of this host."""
-    return owner.host == platform.node() and owner.place == _place()
-
-
-def _runs(pid: int, began: float) -> bool:
-    try:
-        return bool(_began(pid) == began and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:  # it is there, and somebody else's
-        return True
-
-
 def _age_s(path: Path) -> float:
     """Seconds since a file was touched, by the clock that touched it: a host's own may be wrong."""
     probe = path.with_name(f"now-{uuid4().hex}")
@@ -307,14 +271,14 @@ def _age_s(path: Path) -> float:
 def _create(path: Path, owner: Owner) -> bool:
     """Make a lock file whole; False where it exists."""
     part = path.with_name(f"part-{uuid4().hex}")
-    part.write_text(json.dumps(asdict(owner)), encoding="utf-8")
     try:
+        part.write_text(json.dumps(asdict(owner)), encoding="utf-8")
         path.hardlink_to(part)
         return True
     except FileExistsError:
         return False
     finally:
-        part.unlink()
+        part.unlink(missing_ok=True)
 
 
 def _write(path: Path, owner: Owner, *, in_place: bool = False) -> None:
@@ -358,33 +322,3 @@ def _read(folder: Path, generation: int) -> Owner | None:
             f"{_path(folder, generation)} is no lock of Shardwise ({error}), so it cannot be told who uses "
             f"{folder.parent}; needed: the file as it was written; remove it when no run is going on there"
         ) from error
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
-
-
-def _this_process() -> tuple[int, float]:
-    return os.getpid(), _began(os.getpid())
-
-
-def _began(pid: int) -> float:
-    """When a process began, in seconds since the boot where the system says so: psutil adds what the clock makes of it.
-
-    A clock that is set moves every such time, and a run that lives would look dead.
-    """
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return int(words[19]) / os.sysconf("SC_CLK_TCK")
-    return float(psutil.Process(pid).create_time())
-
-
-def _place() -> str:
-    """What must be equal for a pid to mean the same process: the boot, and the namespace that a container has."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return str(int(psutil.boot_time()))
