@@ -147,11 +147,16 @@ def tables() -> str:
         "are not computed again, where the model is built outside its `zero.Init` (its pull request 8189), as loops of "
         "their own do, or its own linear is turned off. `keeps_exchanged`: torchtitan's per-operator recompute keeps "
         "what ranks send each other of experts' tokens (its pull request 1672 of September 2025; of Qwen3 from "
-        "February 2026 on, 2357; what DeepEP sends from the start). A loss in chunks fuses nothing else where a row is "
-        "not compiled, and Liger's cross entropy alone leaves the logits whole. `keeps_attention`: of rows of JAX that "
-        "say so. `mlp` among Megatron's recomputed modules is none of a mixture's layers but the few dense ones. JAX "
-        "below 0.8 on a TPU has the attention of before 2026. GELU of GPT-2, GPT-J, CodeGen and Phi "
-        "in `transformers`, and of minGPT, is its formula in primitives.",
+        "February 2026 on, 2357; what DeepEP sends from the start). `keeps_biased`: products with a bias are an "
+        "operator of their own, of which that list has none before 2357, and then each. A loss in chunks fuses nothing "
+        "else where a row is not compiled, and Liger's cross entropy alone leaves the logits whole. `keeps_attention`: "
+        "of rows of JAX that say so. `mlp` among Megatron's recomputed modules is none of a mixture's layers but the "
+        "few dense ones. JAX below 0.8 on a TPU has the attention of before 2026. GELU of GPT-2, GPT-J, CodeGen and "
+        "Phi in `transformers`, and of minGPT, is its formula in primitives.",
+        "Where a row does not say it, LLaMA-Factory, ms-swift, XTuner, and since August 2025 TRL and verl recompute "
+        "every block; since July 2026 TRL's supervised fine-tuning computes its loss in chunks of 256 tokens (its pull "
+        "request 5846); axolotl, and since transformers 5 its Trainer, train whole weights in the 16 bits in which "
+        "they load them.",
         "Adapters (LoRA): a frozen product keeps nothing of its input; each adapter keeps a copy of its own, 3 "
         "bytes per element in 16 bits, with the mask of its dropout; without dropout (torchtune, LLaMA-Factory, "
         "unsloth, Megatron) it shares the input, but from June 2024 PEFT casts it for each (its version 0.12). They "

@@ -112,6 +112,23 @@ WIDE = 2026.0
 """Year from which TRL loads weights in fp32 where it is not told otherwise (its pull request 4778)."""
 
 
+AUTO = 2026.0
+"""Year from which transformers loads weights in the type of the checkpoint (5.0: its pull request 42805)."""
+_TOLD = r"\btrl\b|llama[- ]?factory|from scratch|random|pre-?train"
+"""Words for trainers that load or cast them to fp32 (`WIDE`), and for weights that no checkpoint has."""
+_IN_FP32 = r"gpt-?2\b|bert|\bt5\b|\bvit\b"
+"""Models that were published in fp32."""
+
+
+def _as_loaded(cells: Cells) -> bool:
+    """Whether a trainer's loop on whole weights trains them in the 16 bits in which it loads them.
+
+    So does axolotl, in the type that it computes in, and since `AUTO` the Trainer of transformers.
+    """
+    late = cells.year >= AUTO and cells.has(r"(hf|transformers|hugging ?face) trainer") and not cells.has(_TOLD)
+    return cells.has("axolotl") or (late and not re.search(_IN_FP32, cells["model"].lower()))
+
+
 def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     """(plan's precision, dtype of the products where it differs). `rates`: mixed is fp16 where bf16 has no unit."""
     text = cells["precision"].lower()
@@ -120,7 +137,8 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     trainer = stack in ("eager", "deepspeed", "fsdp1", "torchtitan")
     wide = stack != "deepspeed" and cells.year >= WIDE and cells.has(r"\btrl\b")
     tunes = cells.has(r"torchtune|thunder") or (trainer and adapts(cells) and not wide)
-    if tunes and re.search(r"bf16|fp16", text) and "mixed" not in text:  # weights, frozen or not, and states too
+    loaded = "bf16" in text and stack == "eager" and _as_loaded(cells)
+    if (loaded or (tunes and re.search(r"bf16|fp16", text))) and "mixed" not in text:  # weights, frozen or not, states
         pure = True
     if not text and cells.noted(r"(?<!no )(?<!without )\b(mx)?fp8 (hybrid|training|mixed|recipe)|\b(with|in) fp8\b"):
         return "bf16", "fp8"

@@ -39,6 +39,8 @@ _TAUGHT = {"qwen": "qwen-2.5", "llama": "llama-3"}
 
 _EXPERTS = r"moe|switch|\b\d+x\d+(\.\d+)?b\b|-a\d|experts?\b|jamba|arctic"
 """A model whose feed-forwards are several."""
+_DROPOUT = r"(?<!attention )(?<!softmax )\bdropout[ =:]+(?:of )?(0?\.\d+|0)\b"
+"""Words for the share that is dropped of what blocks add to the residual stream."""
 
 
 def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
@@ -58,6 +60,9 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     sizes = _classifies(cells, _as_large(cells, name, sizes))
     if sizes.get("kind") == "gpt" and seq_len:
         sizes["max_seq_len"] = seq_len
+    dropped = cells.noted(_DROPOUT)
+    if sizes.get("kind") == "gpt" and dropped and not cells.has("lora"):  # which may have one of its own
+        sizes["dropout"] = float(dropped.group(1)) > 0
     try:
         spec = ModelSpec(**{"name": name, **{key: value for key, value in sizes.items() if key in _FIELDS}})
     except (ConfigError, TypeError) as error:

@@ -36,6 +36,10 @@ _SECOND = r"(\bac\b|check ?point\w*|recomput\w*) (on |of |in )?every[ -](2nd|oth
 """How notes say that nothing, every block, or every second is recomputed."""
 _PREPARES = r"\bpeft\b|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl|llama-?factory"
 """Words for what calls PEFT's `prepare_model_for_kbit_training`, which turns checkpoints on."""
+_CHECKPOINTS = ((r"llama[- ]?factory|\b(ms-)?swift\b|xtuner", 0.0), (r"\btrl\b|\bverl\b", 2025.6))
+"""Trainers that recompute every block unless told otherwise, and the year from which they do: LLaMA-Factory, with a
+switch that turns it off, ms-swift (`gradient_checkpointing`), XTuner (`use_activation_checkpointing`); TRL since its
+version 0.21 (pull request 3510, August 2025), and verl's models of Hugging Face."""
 _BLOCK = r"\bblock\b[ ,:=(]*(\d+) ?(?:layers?\b|\)|$)"
 """Megatron's method `block`: the first so many layers of a stage, all of each."""
 NO_RECOMPUTE = "no recompute"
@@ -98,6 +102,9 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         return Recompute(mode="blocks")
     if base_of(cells) in ("nf4", "nf4-double", "int8") and cells.has(_PREPARES) and not cells.has(r"\bfsdp"):
         cells.assume("recompute of every block, PEFT's default beside weights of 4 and of 8 bits")
+        return Recompute(mode="blocks")
+    if stack.name not in CORE and any(cells.year >= year and cells.has(words) for words, year in _CHECKPOINTS):
+        cells.assume("recompute of every block, the trainer's default")
         return Recompute(mode="blocks")
     if cells.has(r"torchtune"):
         cells.assume("recompute of every block, torchtune's default")

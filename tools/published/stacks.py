@@ -75,7 +75,8 @@ OVERLAPPED_EXPERTS = 2026.4
 """Year from which half of Megatron-Core's exchange of tokens is seen to run beside computing."""
 EXCHANGED, ONE_LIST = 2025.67, 2026.1
 """Years from which torchtitan's per-operator recompute keeps what is sent all to all (its pull request 1672): of
-Llama 4, DeepSeek and gpt-oss, and of every model, when their lists became one."""
+Llama 4, DeepSeek and gpt-oss, and of every model, when their lists became one (2357), which has products with a bias
+too, each of them."""
 _EXCHANGES_ALL = r"all-?to-?all (token )?dispatch|dispatch\w* (by |with )?all-?to-?all"
 """Words for Megatron-Core's dispatcher that sends a token to each of its experts by itself."""
 _GRADS_IN = r"grad(ient)?s?( (are|accumulated|reduced|added up))* in (fp32|bf16)|(fp32|bf16) grad(ient)?s\b"
@@ -111,6 +112,11 @@ TWICE = 2024.8
 """Year from which a function of its own computes it (4.46, October 2024)."""
 SHIFTED = 2025.15
 """Year from which labels are shifted and not the logits (4.49, pull request 35646): the caller's are the loss's own."""
+CHUNKED_NLL = 2026.5
+"""Year from which TRL's supervised fine-tuning cuts tokens into chunks before the head, and keeps no logits (its pull
+request 5846, version 1.7)."""
+_OTHER_LOSS = r"\b(dpo|grpo|ppo|kto|rloo|orpo|reward|distill\w*)\b|loss_type[ =:]+\W?(nll|dft)\b|\bwhole logits"
+"""Words for its other trainers and losses."""
 LOOP_LOSS = 14.0
 """Bytes per logit of a loop of its own: these, and the logits in 16 bits, which a variable of the loop holds."""
 BUCKET = 2.5e8
@@ -205,6 +211,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, fragmentation=0.0)
     if name == "torchtitan" and "fp4" in cells["precision"].lower():
         stack = replace(stack, keeps_products=0.0)  # the kernels of these are not in its list, and run again
+    elif name == "torchtitan" and cells.year >= ONE_LIST:
+        stack = replace(stack, keeps_biased=1.0)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
@@ -240,6 +248,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     elif cells.noted(_SLICED):
         stack = replace(stack, logit_bytes=SLICED, fused=compiled is not False or bool(cells.noted(_KERNELS)))
         cells.assume("the loss works in chunks and never holds all logits")
+    elif cells.year >= CHUNKED_NLL and cells.has(r"\btrl\b") and not cells.noted(_OTHER_LOSS):
+        stack = replace(stack, logit_bytes=SLICED)
+        cells.assume("the loss of TRL's supervised fine-tuning works in chunks of 256 tokens, its default")
     elif stack.fused and engine(cells) is None and cells.year >= FUSED and _alone(cells, name, sharded=sharded):
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:  # logits and their gradient, in 16 bits
@@ -321,7 +332,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     ):
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
         stack = replace(stack, steps_singly=bool(re.search(_OWN_STEPS, cells["optimizer"].lower())))
-    if stack.name == "fsdp1" and cells.has(LAYERS):
+    if (stack.name == "fsdp1" and cells.has(LAYERS)) or (stack.name == "torchtitan" and cells.has(_MODELS_LOSS)):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
     stack = replace(stack, wide_buckets=cells.has(_WIDE) or stack.wide_buckets)
     low = stack.name == "deepspeed" and cells.year < TWICE and re.search(_LOW_LOSS, cells["model"].lower())
@@ -354,6 +365,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     return replace(stack, zeroes_grads=(cells.year < NONE and stack.name in TORCH) or cells.noted(_NEVER) is not None)
 
 
+_MODELS_LOSS = r"(hf|transformers|sft|hugging ?face) ?trainer|\btrl\b|axolotl|llama[- ]?factory|\b(ms-)?swift\b"
+"""Words for trainers whose loss is that of transformers' models, whatever shards them."""
 _OVERLAPS_PRODUCTS = r"(?<!no )(?<!without )\btp[ _-](comm[ _-])?overlap|megatron-lm readme"
 """Words for Megatron-Core's switch `--tp-comm-overlap`, with which its README of 2024 was measured."""
 _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"

@@ -176,7 +176,8 @@ def block_flops(block: Block, seq_len: int) -> float:
 
 
 CLAMPED = ("gpt_oss",)
-"""Architectures whose gate and its factor are clamped before they are multiplied, and whose experts have biases."""
+"""Architectures whose gate and its factor are clamped before they are multiplied, and whose experts have biases, as has
+what attention gives."""
 SCANNED = 60
 """Elements whose passing through memory takes as long as convolution, scan and gated norm of a state-space mixer, per
 channel and token (Nemotron-H and Nemotron-3 on H100 and B200: 50 to 100; their small kernels wait for memory, and no
@@ -240,7 +241,7 @@ def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
     qk_dim = size + spec.rope_dim
     core = Attention(heads, spec.num_kv_heads, qk_dim, size, spec.causal, window, spec.dropout)
     biased = spec.kind == "gpt"
-    out = Matmul("out", heads * size, dim, "row", biased=biased)
+    out = Matmul("out", heads * size, dim, "row", biased=biased or spec.hf in CLAMPED)
     width = (heads + spec.num_kv_heads) * size
     rotate = Pointwise("rope", 2 * width, "heads", kernels=8)
     if spec.kv_rank:

@@ -62,7 +62,7 @@ class RankMemory:
     """When the peak is reached: in a step loss (or the backward pass of the block before it), backward or update;
     outside of it place, load or save."""
     most_passing: float = 0.0
-    """The most that comes and goes, in whichever phase."""
+    """The most that comes and goes within a pass."""
     freed: float = 0.0
     """Beyond the peak: what a block that is computed again left free in the forward pass, and nothing of the loss fits
     into."""
@@ -284,7 +284,8 @@ def offloaded_of(division: Division, stack: Stack) -> tuple[float, ...]:
 def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[RankMemory, dict[str, float]]:
     sums = {name: sum(terms.values()) for name, terms in phases.items()}
     phase = max(sums, key=lambda name: sums[name])
-    most = max(total - sum(phases[name].get(term, 0.0) for term in STATES) for name, total in sums.items())
+    stay = (*STATES, "temporary")  # an update's fits nothing of a pass
+    most = max(total - sum(phases[name].get(term, 0.0) for term in stay) for name, total in sums.items())
     return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase, most), sums
 
 

@@ -92,6 +92,8 @@ class Stack:
     host `offload`)."""
     keeps_products: float = 1.0
     """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest; 0.5: every second."""
+    keeps_biased: float = 1.0
+    """And this share of those that add a bias, which are an operator of their own (`addmm`)."""
     keeps_experts: bool = True
     """It keeps those of experts; False: grouped products are not in its list, and run again."""
     keeps_exchanged: bool = False

@@ -64,6 +64,8 @@ class Saving:
     """Bytes of an element of a product's kept input; 0: as `width`."""
     products: float = 1.0
     """Share of the products' outputs that per-operator recompute keeps."""
+    biased: float = 1.0
+    """The same of those with a bias: `Stack.keeps_biased`."""
     experts: bool = True
     """It keeps those of experts: `Stack.keeps_experts`."""
     gathered: bool = False
@@ -109,6 +111,7 @@ def _saving(
         keys=seq_len,
         inputs=BYTES[compute] if stack.saves_low and compute in ("fp8", "fp4") else 0.0,
         products=stack.keeps_products,
+        biased=stack.keeps_biased,
         experts=stack.keeps_experts,
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
@@ -237,8 +240,8 @@ def kept_outputs(block: Block, how: Saving) -> float:
         if isinstance(op, Matmul):
             shard = how.tp if op.split == "column" or how.sequence else 1
             listed = not op.again and (how.experts or not op.experts)
-            given = op.gives * how.products
-            if listed and 0 < how.products < 1 and not how.fused and not op.experts:
+            given = op.gives * (how.biased if op.biased else how.products)
+            if listed and 0 < how.products < 1 and not (how.fused or op.experts or op.biased):
                 each = outputs_of(op, block)
                 given = sum(size for n, size in enumerate(each, start=passed) if n % round(1 / how.products) == 0)
                 passed += len(each)

@@ -188,7 +188,7 @@ def _ran_again(op: Op, stack: Stack) -> float:
     """Share of an operator that per-operator recompute runs again."""
     if isinstance(op, Matmul):
         listed = not op.again and (stack.keeps_experts or not op.experts)
-        return 1 - stack.keeps_products * listed
+        return 1 - (stack.keeps_biased if op.biased else stack.keeps_products) * listed
     return float(isinstance(op, Pointwise))
 
 
