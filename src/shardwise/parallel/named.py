@@ -11,8 +11,6 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 
@@ -62,101 +60,6 @@ def collections_kept(functions: Iterable[Callable[..., Any]]) -> Iterator[list[A
                 changed.append(held)
                 held.clear()
                 (held.extend if isinstance(held, list | deque) else held.update)(kept)
-
-
-@contextmanager
-def values_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """What the function assigns while it lasts is undone: to names around it, and to attributes of objects it names."""
-    inner: Any = inspect.unwrap(function)
-    around, names = getattr(inner, "__globals__", {}), getattr(getattr(inner, "__code__", None), "co_names", ())
-    before = {name: around[name] for name in names if name in around}
-    cells = [(cell, cell.cell_contents) for cell in getattr(inner, "__closure__", None) or () if not _is_empty(cell)]
-    passed_by = type | ModuleType | FunctionType | nn.Module
-    held = [
-        vars(value)
-        for _, value in named_by(function)
-        if hasattr(value, "__dict__") and not isinstance(value, passed_by)
-    ]
-    if not isinstance(inner, passed_by) and hasattr(inner, "__dict__"):  # an object that is called
-        held.append(vars(inner))
-    fields = [(now, dict(now)) for now in held]
-    try:
-        yield
-    finally:
-        around.update(before)
-        for cell, value in cells:
-            cell.cell_contents = value
-        for now, kept in fields:  # not cleared: another thread may look
-            now.update({key: value for key, value in kept.items() if now.get(key) is not value})
-            for key in now.keys() - kept.keys():
-                del now[key]
-
-
-@contextmanager
-def written_kept(functions: Iterable[Callable[..., Any]], most: int) -> Iterator[bool]:
-    """What the functions write into tensors and arrays that they name while it lasts is undone.
-
-    Those in what they name, too: attributes and items, three deep; not parameters, nor buffers of modules.
-
-    Args:
-        functions: whose names are followed.
-        most: numbers to copy; where there are more nothing is copied, and False is given.
-
-    Cost: a copy of each.
-    """
-    found = list(_arrays([value for function in functions for _, value in named_by(function)]))
-    if sum(int(each.size if isinstance(each, np.ndarray) else each.numel()) for each in found) > most:
-        yield False
-        return
-    before = [(each, each.copy() if isinstance(each, np.ndarray) else each.detach().clone()) for each in found]
-    versions = [0 if isinstance(each, np.ndarray) else each._version for each in found]
-    try:
-        yield True
-    finally:
-        for (now, kept), version in zip(before, versions, strict=True):
-            if isinstance(now, np.ndarray):
-                np.copyto(now, kept)
-            elif now._version != version:
-                now.detach().copy_(kept)
-
-
-def _arrays(values: list[Any], depth: int = 3) -> Iterator[Any]:
-    """Tensors and arrays among values and in them, each once."""
-    seen = set[int]()
-    for _ in range(depth + 1):
-        inner: list[Any] = []
-        for value in values:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, torch.Tensor):
-                if type(value) is torch.Tensor and not value.is_meta and not value.is_inference():
-                    yield value
-            elif isinstance(value, np.ndarray):
-                if value.flags.writeable and value.dtype != object:
-                    yield value
-            elif isinstance(value, dict | list | tuple | deque):
-                inner += (value.values() if isinstance(value, dict) else value) if len(value) <= _MANY else ()
-            elif isinstance(value, nn.Module):
-                inner += [v for m in value.modules() for key, v in vars(m).items() if not key.startswith("_")]
-            elif not isinstance(value, type | ModuleType | FunctionType) and _is_of_user(type(value)):
-                inner += getattr(value, "__dict__", {}).values()
-        values = inner
-
-
-_MANY = 4096
-"""Items of a collection that are looked through for what may be written."""
-
-
-def _is_of_user(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("torch", "shardwise")
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is cell
-    except ValueError:  # nothing was assigned to it yet
-        return True
 
 
 def _ids(held: Any) -> Any:
