@@ -35,6 +35,7 @@ from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
 from shardwise.parallel.random import key_randomness
 from shardwise.parallel.refused.alone import refuse_copies_and_loads, watch_calls
+from shardwise.parallel.refused.bags import watch_bags
 from shardwise.parallel.refused.derivatives import is_first_order, watch_forwards
 from shardwise.parallel.refused.explained import explain_errors
 from shardwise.parallel.refused.first_forward import look_at_first_forward
@@ -134,6 +135,7 @@ def _watch(placed: Placed) -> None:
     """Let be refused what a forward, or a script, does by itself to what is placed, and would train otherwise."""
     if not placed.plan.compile:  # hooks would be compiled
         look_at_first_forward(placed)
+        watch_bags(placed)
         watch_calls(placed)
         refuse_other_weights(placed)
         for part in placed.parts:
