@@ -22,6 +22,7 @@ from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
 from shardwise.parallel.engines.casts import cast_compiled, cast_weights
 from shardwise.parallel.engines.scalars import bind_scalars, cast_scalars
+from shardwise.parallel.engines.views import return_no_views
 from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.gathered_torch_private import Gathered
 from shardwise.parallel.init import blueprint_for, materialize
@@ -139,6 +140,7 @@ def _watch(placed: Placed) -> None:
         watch_calls(placed)
         refuse_other_weights(placed)
         for part in placed.parts:
+            return_no_views(part.run)
             watch_weights(part.run)
             if is_first_order(placed):
                 watch_forwards(part.run)
