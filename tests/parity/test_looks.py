@@ -1,123 +1,330 @@
-"""What a look at a loss, a warning of one rank, and a step without an update leave behind: nothing."""
+"""A look at a loss, or a model, is nothing to a script: what it counts, collects, writes and prints is of its steps."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import functools
+import io
+import itertools
+import logging
+import random
+import sys
+import types
 import warnings
-from typing import Any
+import weakref
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.parallel.named import written_kept
+from shardwise.parallel.looks.reach import Reach, unseen
+from shardwise.parallel.looks.writes import Writes
 from shardwise.testing import World
 
-
-class WarmedUp:
-    """Counts its calls, and weighs the loss by them: the backward pass reads the count."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.calls = kind, torch.zeros(())
-
-    def __call__(self, output: torch.Tensor, _: Any) -> sw.Loss:
-        calls = self.calls.data if self.kind == "data" else self.calls
-        calls.add_(1)
-        return sw.mean_over(
-            (output * self.calls.clone() if self.kind == "data" else output * self.calls).square().sum(1)
-        )
+ROWS, STEPS = 16, 3
+Pair = tuple[Tensor, Tensor]
+Script = tuple[Callable[..., Any], Callable[[], Any]]
+"""A loss function, and how often it has been called, as the script sees it."""
+COUNTED = types.ModuleType("counted")
+COUNTED.__dict__.update(number=0)
+exec("seen = []\ndef note():\n    global number\n    number += 1\n    seen.append(number)\n", COUNTED.__dict__)
 
 
-def trained(text: str, kind: str) -> tuple[list[float], float]:
-    plan = sw.Plan.parse(f"{text} / fp64")
-    with sw.open_mesh(plan) as mesh, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of micro-batches, that it counts them
-        placed = sw.apply(lambda: nn.Linear(4, 3), plan, mesh, seed=1)
-        loss = WarmedUp(kind)
-        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), loss)
-        rows = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        own = rows.tensor_split(mesh.batch.size)[mesh.batch.rank]
-        return [step(own).loss for _ in range(3)], float(loss.calls)
+class Net(nn.Module):
+    """Does something more in its forward, if it is told to."""
+
+    said: list[int] = []
+
+    def __init__(self, does: str = "") -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+        self.does, self.kept, self.numbers = does, {"a": {"b": list[int]()}}, itertools.count()
+        self.counted = types.SimpleNamespace(number=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.does == "print":
+            print("forward")
+        elif self.does == "next":
+            next(self.numbers)
+        elif self.does == "keep":
+            self.kept["a"]["b"].append(1)
+            self.counted.number += 1
+            Net.said.append(1)
+        result: Tensor = self.layers(x)
+        return result
 
 
-@pytest.mark.parametrize("kind", ["in place", "data"])
-def test_what_a_loss_has_counted_and_its_backward_pass_reads_stays(world: World, kind: str) -> None:
-    """In place it ended in torch's words; through `.data`, of which torch counts no write, the look's calls counted."""
-    [(alone, calls)] = world(1, trained, "dp1", kind)
-    assert calls == 3
-    assert world(2, trained, "dp2", kind) == [(pytest.approx(alone, rel=1e-12), 3)] * 2
-    assert world(1, trained, "dp1 / mb2", kind)[0][1] == 6
+@dataclasses.dataclass
+class Meters:
+    inner: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
-def test_what_was_written_and_its_count_are_put_back() -> None:
-    kept = {
-        "plain": torch.tensor([1.0, torch.nan]),
-        "through data": torch.arange(3),
-        "complex": torch.ones(2, dtype=torch.complex64).conj(),
-        "float8": torch.ones(2).to(torch.float8_e4m3fn),
-        "columns": torch.arange(6.0).view(2, 3).t(),
-        "empty": torch.empty(0, 2),
-    }
-    before = {name: tensor.clone() for name, tensor in kept.items()}
-    x = torch.ones(2, requires_grad=True)
-    graph = x * kept["plain"][:1]
+class Method:
+    """With state of the object, and of its class."""
 
-    def writes() -> None:
-        kept["plain"].zero_()
-        kept["through data"].data.add_(1)
-        kept["columns"].data.mul_(2)
+    number, history = 0, list[int]()
 
-    with written_kept([writes], 100) as can:
-        writes()
-        assert can and kept["through data"].tolist() == [1, 2, 3]
-    graph.sum().backward()
-    assert all(torch.equal(kept[name].nan_to_num(), before[name].nan_to_num()) for name in before if name != "float8")
-    assert kept["float8"].float().tolist() == [1, 1] and x.grad is not None and x.grad.tolist() == [1, 1]
+    def loss(self, output: Tensor, batch: Pair) -> Tensor:
+        Method.number += 1
+        self.history.append(1)
+        return F.cross_entropy(output, batch[1])
 
 
-def strict(kind: str) -> list[float]:
-    """Two steps under `-W error` of what one rank alone warns of."""
-    with sw.open_mesh(plan := sw.Plan.parse("dp2 / fp64")) as mesh, warnings.catch_warnings():
-        placed = sw.apply(lambda: nn.Linear(4, 3), plan, mesh, seed=1)
-        scale = nn.Linear(3, 1).double()  # of the loss function alone: in no sum over ranks
+def in_objects() -> Script:
+    meters, counter, lists = Meters(), Counter[str](), defaultdict[str, list[int]](list)
+    meters.inner["x"] = [Slotted()]
 
-        def loss_fn(output: torch.Tensor, _: Any) -> torch.Tensor:
-            return (scale(output) if kind == "held" else output).square().mean()
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        meters.inner["x"][0].number += 1
+        counter.update(["calls"])
+        lists["calls"].append(1)
+        return F.cross_entropy(output, batch[1])
 
-        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), loss_fn)
-        rows = torch.randn(5 if kind == "rows" else 6, 4, dtype=torch.float64).tensor_split(2)[mesh.batch.rank]
-        warnings.simplefilter("error")
-        return [step(rows).loss for _ in range(2)]
+    return loss_fn, lambda: {meters.inner["x"][0].number, counter["calls"], len(lists["calls"])}
 
 
-@pytest.mark.parametrize("kind", ["held", "rows"])
-def test_a_warning_of_one_rank_as_an_error_leaves_no_other_waiting(world: World, kind: str) -> None:
-    assert len(world(2, strict, kind)[0]) == 2
-
-
-class Growing(nn.Module):
-    """Puts a longer buffer in the place of its own in each forward."""
+class Slotted:
+    __slots__ = ("__weakref__", "number")
 
     def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(4, 3)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = torch.cat([self.seen, x.detach().mean().reshape(1).float()])
-        return self.last(x)
+        self.number = 0
 
 
-def test_a_buffer_that_has_grown_in_a_step_without_an_update_is_what_it_was() -> None:
-    """The step ended in an error of shapes; of one element it kept the new length, with the old value in each place."""
-    with sw.open_mesh(plan := sw.Plan.parse("dp1 / fp32")) as mesh, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        placed = sw.apply(Growing, plan, mesh, seed=1)
-        step = sw.make_step(
-            sw.TrainState(placed, sw.sgd(placed, lr=0.01)), lambda output, _: sw.mean_over(output.square().sum(1))
-        )
-        found = []
-        for value in (torch.nan, 1.0, torch.nan, 2.0):
-            step(torch.full((2, 4), value))
-            found.append(placed.named_buffers()["seen"].tolist())
-        assert found == [[0], [0, 1], [0, 1], [0, 1, 2]]
+def in_methods() -> Script:
+    return Method().loss, lambda: {Method.number, len(Method.history)}
+
+
+def in_modules() -> Script:
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        COUNTED.note()
+        return F.cross_entropy(output, batch[1])
+
+    return loss_fn, lambda: {COUNTED.number, len(COUNTED.seen)}
+
+
+def by_decorators() -> Script:
+    number, held = 0, Slotted()
+    weakly = weakref.ref(held)
+
+    def counts(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            nonlocal number
+            number += 1
+            return function(*args)
+
+        return call
+
+    @counts
+    def loss_fn(other: Slotted, output: Tensor, batch: Pair) -> Tensor:
+        other.number += 0
+        weakly().number += 1  # type: ignore[union-attr]
+        return F.cross_entropy(output, batch[1])
+
+    return functools.partial(loss_fn, held), lambda: {number, held.number}
+
+
+def in_numbers() -> Script:
+    weights, plain, table, shown = np.zeros(1), array("d", [0.0]), torch.zeros(1), torch.zeros(1)
+    teacher = nn.Linear(1, 1).double()
+    nn.init.zeros_(teacher.weight)
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        weights[0] += 1
+        plain[0] += 1
+        table.data.add_(1)
+        shown.numpy()[0] += 1
+        with torch.no_grad():
+            teacher.weight.add_(1)
+        return F.cross_entropy(output, batch[1])
+
+    return loss_fn, lambda: {int(x) for x in (weights[0], plain[0], table, shown, teacher.weight)}
+
+
+def in_generators() -> Script:
+    def three() -> tuple[Any, Any, Any]:
+        return torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)
+
+    used, again = three(), three()
+
+    def draw(given: tuple[Any, Any, Any]) -> tuple[float, float, float]:
+        return float(torch.rand(1, generator=given[0])), given[1].random(), float(given[2].random())
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        draw(used)
+        return F.cross_entropy(output, batch[1])
+
+    def number() -> set[int]:
+        now, drawn = draw(used), [draw(again) for _ in range(100)]
+        return {[each[place] for each in drawn].index(now[place]) for place in range(3)}
+
+    return loss_fn, number
+
+
+def of_iterators() -> Script:
+    weights, numbers = (1.0 + i for i in range(1000)), itertools.count()
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        for _ in weights:
+            break
+        return F.cross_entropy(output, batch[1]) * (1 + 0 * next(numbers))
+
+    return loss_fn, lambda: {int(next(weights)) - 1, next(numbers)}
+
+
+def of_files() -> Script:
+    text, rows, printed = io.StringIO(), io.StringIO(), io.StringIO()
+    writer, logged = csv.writer(rows), list[int]()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(1)  # type: ignore[method-assign]
+    logger = logging.Logger("one")
+    logger.addHandler(handler)
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        text.write("x")
+        writer.writerow([1])
+        print("x", file=printed)
+        logger.warning("x")
+        return F.cross_entropy(output, batch[1])
+
+    return loss_fn, lambda: {*map(len, (text.getvalue(), rows.getvalue().split(), printed.getvalue().split(), logged))}
+
+
+def of_optimizers() -> Script:
+    critic = nn.Linear(1, 1).double()
+    nn.init.zeros_(critic.weight)
+    optimizer, other = torch.optim.SGD(critic.parameters(), lr=1.0), nn.Linear(1, 1).double()
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        one = torch.ones(1, 1, dtype=torch.float64)
+        with torch.enable_grad():
+            other(one).sum().backward()
+            optimizer.zero_grad()
+            critic(one).neg().sum().backward()
+            optimizer.step()
+        return F.cross_entropy(output, batch[1])
+
+    return loss_fn, lambda: {round(critic.weight.item()), int(other.weight.grad or 0)}
+
+
+def that_ends() -> Script:
+    rows, calls = list[int](), list[int]()
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        calls.append(1)
+        rows.append(len(output))
+        if len(output) != rows[0]:
+            sys.exit("rows")
+        return F.cross_entropy(output, batch[1])
+
+    return loss_fn, lambda: {len(calls)}
+
+
+SCRIPTS = [in_objects, in_methods, in_modules, by_decorators, in_numbers, in_generators, of_iterators, of_files,
+           of_optimizers, that_ends]  # fmt: skip
+
+
+def trained(text: str, model: Callable[[], nn.Module], loss_fn: Callable[..., Any]) -> tuple[list[float], Any]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(action="ignore"):
+        placed = sw.apply(model, plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), loss_fn)
+        x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        mine = slice(mesh.batch.rank, None, mesh.batch.size)
+        steps = [step((x[mine].clone(), torch.arange(ROWS)[mine] // 2 % 4)) for _ in range(STEPS)]
+        return [number for m in steps for number in (m.loss, m.grad_norm)], placed.parts[0].root
+
+
+def counted(text: str, name: str) -> tuple[list[float], set[int]]:
+    loss_fn, number = globals()[name]()
+    return trained(text, Net, loss_fn)[0], number()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("text", ["dp1 / mb2", "dp2", "fsdp2 / mb2"])
+def test_a_loss_is_called_once_for_a_micro_batch_as_the_script_sees_it(
+    world: World, text: str, script: Callable[[], Script]
+) -> None:
+    """A look called it up to sixteen times more: lines were printed and written again, iterators and teachers went on,
+    and `sys.exit` for a part of the rows ended training."""
+    (expected, _), *_ = world(1, counted, "dp1", script.__name__)
+    for found, number in world(1 if text.startswith("dp1") else 2, counted, text, script.__name__):
+        assert number == {STEPS * sw.Plan.parse(text).batch.micro_batches}
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def of_model(text: str, does: str) -> set[int]:
+    printed = io.StringIO()
+    before, sys.stdout = sys.stdout, printed
+    try:
+        root = trained(text, functools.partial(Net, does), lambda output, batch: F.cross_entropy(output, batch[1]))[1]
+    finally:
+        sys.stdout = before
+    if does == "print":
+        return {printed.getvalue().count("forward")}
+    return {next(root.numbers)} if does == "next" else {len(root.kept["a"]["b"]), root.counted.number, len(Net.said)}
+
+
+@pytest.mark.parametrize("does", ["keep", "next", "print"])
+@pytest.mark.parametrize("text", ["dp1 / mb2", "dp2"])
+def test_a_model_runs_once_for_a_micro_batch_as_the_script_sees_it(world: World, text: str, does: str) -> None:
+    for number in world(1 if text.startswith("dp1") else 2, of_model, text, does):
+        assert number == {STEPS * sw.Plan.parse(text).batch.micro_batches}
+
+
+def hooked(text: str) -> int:
+    """What a script's hooks see: on modules, and on all of them."""
+    plan, seen = sw.Plan.parse(f"{text} / fp64"), list[int]()
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(action="ignore"):
+        placed = sw.apply(Net, plan, mesh, seed=1)
+        placed.module.layers.register_forward_hook(lambda *_: seen.append(1))
+        of_all = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module) is Net))
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda o, b: F.cross_entropy(o, b[1]))
+        for _ in range(STEPS):
+            step((torch.ones(ROWS, 4, dtype=torch.float64), torch.arange(ROWS) % 4))
+        of_all.remove()
+    return sum(seen)
+
+
+@pytest.mark.parametrize("text", ["dp1 / mb2", "dp2"])
+def test_hooks_of_a_script_see_the_forwards_of_training(world: World, text: str) -> None:
+    for number in world(1 if text.startswith("dp1") else 2, hooked, text):
+        assert number == 2 * STEPS * sw.Plan.parse(text).batch.micro_batches
+
+
+def test_what_autograd_has_kept_may_be_written_for_a_look() -> None:
+    """Its version would tell the backward pass that follows that it was changed."""
+    table = torch.ones(3)
+    result = (torch.ones(3, requires_grad=True) * table).sum()
+    writes = Writes(2**20)
+    with torch.no_grad(), writes:
+        table.mul_(2)
+        torch.zeros(2)[0] = 1
+    writes.put_back()
+    result.backward()
+    assert table.tolist() == [1, 1, 1] and table._version == 0
+
+
+def test_what_nobody_can_copy_is_said() -> None:
+    def endless() -> NoReturn:
+        raise NotImplementedError
+
+    assert not Reach({"a": [endless, Slotted(), np.ones(3)]}).opaque
+    for value in (iter([1]), (i for i in range(3)), io.StringIO(), functools.lru_cache(endless), csv.reader([])):
+        assert Reach({"a": [value]}).opaque
+
+
+def test_a_run_without_values_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {"a": [1]}
+    with unseen(kept):
+        kept["a"].append(2)
+        print("twice")
+    assert kept == {"a": [1]} and not capsys.readouterr().out

@@ -22,6 +22,7 @@ from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
 from shardwise.parallel.engines.casts import cast_compiled, cast_weights
 from shardwise.parallel.engines.scalars import bind_scalars, cast_scalars
+from shardwise.parallel.engines.views import return_no_views
 from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.gathered_torch_private import Gathered
 from shardwise.parallel.init import blueprint_for, materialize
@@ -35,6 +36,7 @@ from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
 from shardwise.parallel.random import key_randomness
 from shardwise.parallel.refused.alone import refuse_copies_and_loads, watch_calls
+from shardwise.parallel.refused.bags import watch_bags
 from shardwise.parallel.refused.derivatives import is_first_order, watch_forwards
 from shardwise.parallel.refused.explained import explain_errors
 from shardwise.parallel.refused.first_forward import look_at_first_forward
@@ -134,9 +136,11 @@ def _watch(placed: Placed) -> None:
     """Let be refused what a forward, or a script, does by itself to what is placed, and would train otherwise."""
     if not placed.plan.compile:  # hooks would be compiled
         look_at_first_forward(placed)
+        watch_bags(placed)
         watch_calls(placed)
         refuse_other_weights(placed)
         for part in placed.parts:
+            return_no_views(part.run)
             watch_weights(part.run)
             if is_first_order(placed):
                 watch_forwards(part.run)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.utils import _apply_to_tensors
+from torch.nn.modules import module as modules
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
@@ -33,6 +34,11 @@ def has_forward_pre_hook(module: nn.Module) -> bool:
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """The hooks before and after a module's forward: `_forward_hooks`, `_forward_pre_hooks`."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def global_hooks() -> list[Callable[..., Any]]:
+    """Those before and after the forward of every module: `_global_forward_hooks`, `_global_forward_pre_hooks`."""
+    return [*modules._global_forward_hooks.values(), *modules._global_forward_pre_hooks.values()]
 
 
 def hook_first(module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:

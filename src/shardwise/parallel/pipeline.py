@@ -23,8 +23,9 @@ from shardwise.findings import nearest
 from shardwise.model.nested import leaves
 from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy, trace_chain
 from shardwise.parallel.inputs import Signature, model_inputs
+from shardwise.parallel.looks.reach import unseen
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.module_torch_private import hooks_of
+from shardwise.parallel.module_torch_private import global_hooks, hooks_of
 from shardwise.parallel.named import collections_kept
 from shardwise.parallel.placed import Batch, Part, Placed
 from shardwise.parallel.precision import compute_type
@@ -208,7 +209,11 @@ def _traced(
 ) -> Chain:
     """`trace_chain`, of which what a script's hooks collect keeps nothing; that they do is warned of."""
     hooks = (hook for module in root.modules() for hook in hooks_of(module))
-    with collections_kept(hooks) as collected, FirstOrder():  # which torch ends in words of its engine, without data
+    with (
+        unseen(root, global_hooks()),
+        collections_kept(hooks) as collected,
+        FirstOrder(),
+    ):  # which torch ends in words of its engine, without data
         chain = trace_chain(root, args, kwargs, blocks)
     if collected and says:
         with suppress(Warning):  # `-W error` does not end a run that may be meant so

@@ -160,16 +160,6 @@ def _with_numbers(values: Mapping[Place, Any]) -> Iterator[None]:
         _put_numbers(now)
 
 
-@contextmanager
-def numbers_kept(root: nn.Module) -> Iterator[None]:
-    """What is written into such attributes within it is dropped."""
-    before = numbers_in(root)
-    try:
-        yield
-    finally:
-        _put_numbers(_changed(before, numbers_in(root)))
-
-
 def _put_numbers(values: Mapping[Place, Any]) -> None:
     for (module, key), value in values.items():
         if value is _NOTHING:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, FunctionType
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch._higher_order_ops.flex_attention import math_attention
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,12 @@ def run_backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor,
 def storage_key(tensor: torch.Tensor) -> int:
     """Address of a tensor's storage object, on the meta device too: `UntypedStorage._cdata`."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """While it lasts writes into a tensor count up no version: `torch.autograd._unsafe_preserve_version_counter`."""
+    kept: AbstractContextManager[None] = _unsafe_preserve_version_counter(tensor)
+    return kept
 
 
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
@@ -112,14 +119,16 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
     torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
 
 
-def put_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Let tensors count as many writes as they did: of those whose values were put back, a graph may hold some."""
-    if versions:
-        torch._C._autograd._unsafe_set_version_counter(*zip(*versions, strict=True))
-
-
 OperationMode = TorchDispatchMode
 """Base of a context that sees every aten operation: `torch.utils._python_dispatch.TorchDispatchMode`."""
+
+
+class BareOperationMode(OperationMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """The same, of which the compiler hears nothing: `_should_skip_dynamo` would put its functions around each."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -8,10 +8,8 @@ number than of the whole, without a word.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from types import FunctionType
@@ -23,9 +21,10 @@ from torch import nn
 from shardwise.errors import ModelError
 from shardwise.model.nested import leaves, put
 from shardwise.parallel.inputs import num_rows, take_rows
-from shardwise.parallel.named import collections_kept, named_by, values_kept, written_kept
+from shardwise.parallel.module_torch_private import global_hooks
+from shardwise.parallel.named import named_by
 from shardwise.parallel.randomness.generators import restore, states
-from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
+from shardwise.train.look import Look, quietly
 from shardwise.train.loss import as_loss
 
 ENOUGH, MOST = 2**22, 2**26
@@ -38,64 +37,8 @@ LossFn = Callable[[Any, Any], Any]
 _OfPart = Callable[[int, int], Any]
 
 
-class Repeatable:
-    """Whether a function may be called once more for a look.
-
-    Not what may meet other ranks, by which a loss can be that of the whole batch, and not what is compiled, anew for
-    other shapes; under a profiler nobody knows.
-    """
-
-    def __init__(self) -> None:
-        self.holds = True
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it each function that Python calls is looked at."""
-        if sys.getprofile() is not None:
-            self.holds = False
-            yield
-            return
-        sys.setprofile(self._look)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def _look(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and any(home in frame.f_code.co_filename for home in _OTHERS):
-            self.holds = False
-
-
-_OTHERS = ("/torch/distributed/", "/torch/_dynamo/")
-
-
-class _TooMuchError(Exception):
-    """What is called may write into too many numbers to put them back."""
-
-
 class _DrawsError(Exception):
     """What is called draws, other numbers for a part than for the whole."""
-
-
-class _NotAloneError(Exception):
-    """What was called once more is about to meet other ranks, which do not call it."""
-
-
-@contextmanager
-def _by_itself() -> Iterator[None]:
-    """Within it what calls other ranks, or the compiler, is left by an error before it does."""
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and any(home in frame.f_code.co_filename for home in _OTHERS):
-            raise _NotAloneError
-
-    if (other := sys.getprofile()) is not None:
-        raise _NotAloneError
-    sys.setprofile(look)
-    try:
-        yield
-    finally:
-        sys.setprofile(other)
 
 
 def unlike_parts(loss_fn: LossFn, output: Any, batch: Any, *, later: bool = False) -> str:
@@ -134,14 +77,13 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any, *, later: bool = Fals
 
     tolerance = max(_TOLERANCE.get(t.dtype, 0.1) for t in of_rows.values())
     device = next(iter(of_rows.values())).device
-    asked = partial(_second, partial(_kept, loss_fn, device), device) if later else _once
+    look = Look(device, loss_fn, output, batch)
+    asked = partial(_second, look, device) if later else _once
 
-    as_it_is = _of_pieces(asked(lambda start, stop: loss(start, stop, 1)), loss_fn, count, device, tolerance)
+    as_it_is = _of_pieces(asked(lambda start, stop: loss(start, stop, 1)), look, count, tolerance)
     if not (as_it_is and sums):
         return as_it_is
-    as_sum = _of_pieces(
-        asked(lambda start, stop: loss(start, stop, (stop - start) / count)), loss_fn, count, device, tolerance
-    )
+    as_sum = _of_pieces(asked(lambda start, stop: loss(start, stop, (stop - start) / count)), look, count, tolerance)
     return as_sum and as_it_is
 
 
@@ -149,12 +91,12 @@ def _once(loss: _OfPart) -> _OfPart:
     return loss
 
 
-def _second(kept: Callable[[], Any], device: torch.device, loss: _OfPart) -> _OfPart:
+def _second(look: Look, device: torch.device, loss: _OfPart) -> _OfPart:
     """The loss of a part when it is asked for it again, from one state of what it keeps: that of no other part."""
 
     def again(start: int, stop: int) -> Any:
         before = states(device)
-        with kept():
+        with look.kept():
             loss(start, stop)
             result = loss(start, stop)
             if states(device) != before:
@@ -182,22 +124,22 @@ def remembers(loss_fn: LossFn, output: Any, batch: Any, before: Mapping[str, byt
     rows = _num_rows(batch)
     if not tensors or not rows or sum(tensor.numel() for tensor in tensors) > MOST:
         return ""
-    device, found = tensors[0].device, []
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+    device, found = tensors[0].device, list[float]()
+    look = Look(device, loss_fn, output, batch)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), quietly():
         for _ in range(2):  # from one state of what it keeps: what differs then is no memory
-            with _kept(loss_fn, device):
+            with look.kept():
                 restore(before, device)
-                try:
-                    found.append(_numbers(loss_fn(output, batch), rows)[2])
-                except Exception:
-                    return ""
+                found.append(_numbers(loss_fn(output, batch), rows)[2])
+    if len(found) < 2:
+        return ""
     first = _numbers(given, rows)[2]
     tolerance = max(_TOLERANCE.get(tensor.dtype, 0.1) for tensor in tensors)
     if found[0] != found[1] or not math.isfinite(first) or abs(first - found[0]) <= tolerance * max(1e-30, abs(first)):
         return ""
     if rows > 1 and _is_of_each_row(
         lambda start, stop: loss_fn(_rows(output, rows, start, stop), take_rows(batch, start, stop - start)),
-        partial(_kept, loss_fn, device),
+        look,
         partial(restore, before, device),
         rows // 2,
     ):
@@ -205,14 +147,12 @@ def remembers(loss_fn: LossFn, output: Any, batch: Any, before: Mapping[str, byt
     return f"it gives {first:.5g} for {rows} rows, and for the same ones {found[0]:.5g} when it is called again"
 
 
-def _is_of_each_row(
-    loss: Callable[[int, int], Any], kept: Callable[[], Any], draw_alike: Callable[[], None], half: int
-) -> bool:
+def _is_of_each_row(loss: Callable[[int, int], Any], look: Look, draw_alike: Callable[[], None], half: int) -> bool:
     """Whether what is kept of some rows is nothing to others: a weight, a target, the last loss of each sample."""
     found = []
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"), suppress(Exception):
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), quietly():
         for starts in ((half,), (0, half)):
-            with kept():
+            with look.kept():
                 for start in starts:
                     draw_alike()
                     result = loss(start, start + half)
@@ -254,12 +194,11 @@ class OfModel:
         if self._can:
             self._device = found[0].device
             self._tolerance = 10 * max(_TOLERANCE.get(tensor.dtype, 0.1) for tensor in found)
-        self._reaches = partial(model.forward, loss_fn)
+            self._look = Look(self._device, loss_fn, model, batch, global_hooks())
 
         def loss(start: int, stop: int) -> Any:
             part = _own_rows(batch, start, stop)
-            with _by_itself():
-                return loss_fn(run(part), part)
+            return loss_fn(run(part), part)
 
         self._loss = loss
 
@@ -271,9 +210,8 @@ class OfModel:
         """
         if not self._can:
             return ""
-        kept = partial(_kept, self._reaches, self._device)
-        loss = _second(kept, self._device, self._loss) if later else self._loss
-        return _of_pieces(loss, self._reaches, self._rows, self._device, self._tolerance)
+        loss = _second(self._look, self._device, self._loss) if later else self._loss
+        return _of_pieces(loss, self._look, self._rows, self._tolerance)
 
     def remembers(self) -> str:
         """How the loss of some rows differs when the model has seen others before; empty: it does not, as far as told.
@@ -283,33 +221,29 @@ class OfModel:
         if not self._can:
             return ""
         found: list[float] = []
-        before, kept = states(self._device), partial(_kept, self._reaches, self._device)
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"), suppress(Exception), kept():
+        before = states(self._device)
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"), quietly(), self._look.kept():
             for _ in range(2):
                 restore(before, self._device)
                 found.append(_numbers(self._loss(0, self._rows), self._rows)[2])
         if len(found) < 2 or abs(found[0] - found[1]) <= self._tolerance * abs(found[0]) or not math.isfinite(found[0]):
             return ""
-        if _is_of_each_row(self._loss, kept, partial(restore, before, self._device), self._rows // 2):
+        if _is_of_each_row(self._loss, self._look, partial(restore, before, self._device), self._rows // 2):
             return ""
         return f"it gives {found[0]:.5g} for {self._rows} rows, and for the same ones {found[1]:.5g} when called again"
 
 
-def _of_pieces(
-    loss: Callable[[int, int], Any], reaches: LossFn, count: int, device: torch.device, tolerance: float
-) -> str:
+def _of_pieces(loss: Callable[[int, int], Any], look: Look, count: int, tolerance: float) -> str:
     """What the losses of rows from .. to make of `count` rows, of these once more, and of their parts."""
     cuts = [count * i // min(count, PARTS) for i in range(min(count, PARTS) + 1)]
-    found = []
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"), suppress(_TooMuchError), _kept(reaches, device):
-        try:
-            for start, stop in [(0, count), (0, count), *pairwise(cuts)]:
-                found.append(_numbers(loss(start, stop), stop - start))
-            if 2 < count == len(cuts) - 1:  # of one row each, which goes with as many rows as something else has
-                loss(0, count - 1)
-        except Exception:  # of a function, or a batch, that was made for whole micro-batches
-            return ""
-    return _compared(*found, tolerance=tolerance, rows=count) if found else ""
+    found, is_done = list[tuple[float, float, float]](), False
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"), quietly(), look.kept():
+        for start, stop in [(0, count), (0, count), *pairwise(cuts)]:
+            found.append(_numbers(loss(start, stop), stop - start))
+        if 2 < count == len(cuts) - 1:  # of one row each, which goes with as many rows as something else has
+            loss(0, count - 1)
+        is_done = True  # not of a function, or a batch, that was made for whole micro-batches
+    return _compared(*found, tolerance=tolerance, rows=count) if is_done else ""
 
 
 def _num_rows(batch: Any) -> int:
@@ -325,43 +259,6 @@ def _numbers(result: Any, rows: int) -> tuple[float, float, float]:
     loss = as_loss(result, rows)
     value = float(result.detach()) if isinstance(result, torch.Tensor) else float(loss.sum.detach())
     return float(loss.sum.detach()), float(loss.weight), value
-
-
-@contextmanager
-def _kept(function: LossFn, device: torch.device) -> Iterator[None]:
-    """What a call leaves is undone, as far as names lead to it: from the function, and from those that it calls.
-
-    Raises:
-        _TooMuchError: it may write into more than can be copied.
-    """
-    functions, modules = reached(function)
-    generators = states(device)
-    with ExitStack() as stack:
-        stack.callback(restore, generators, device)
-        stack.enter_context(collections_kept(functions))
-        for each in functions:
-            stack.enter_context(values_kept(each))
-        for module in modules:
-            stack.enter_context(put_in_place(copies_of(buffers_in(module))))
-            stack.enter_context(numbers_kept(module))
-            stack.enter_context(_tensors_kept(module))
-        if not stack.enter_context(written_kept(functions, MOST)):
-            raise _TooMuchError
-        yield
-
-
-@contextmanager
-def _tensors_kept(root: nn.Module) -> Iterator[None]:
-    """Tensors that modules hold as plain attributes, or put in the place of None."""
-    kinds = torch.Tensor | None
-    before = [(vars(m), {k: v for k, v in vars(m).items() if isinstance(v, kinds)}) for m in root.modules()]
-    try:
-        yield
-    finally:
-        for now, kept in before:
-            for key in [key for key, value in now.items() if isinstance(value, kinds) and key not in kept]:
-                del now[key]
-            now.update(kept)
 
 
 def reached(function: LossFn) -> tuple[list[LossFn], list[nn.Module]]:

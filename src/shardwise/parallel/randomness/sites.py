@@ -16,14 +16,15 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
 from shardwise.findings import Finding
 from shardwise.model.nested import leaves, put
 from shardwise.model.tracer import Known, tensors_in
 from shardwise.parallel.initial.shape_cache import ShapeCache
-from shardwise.parallel.module_torch_private import hooks_of
-from shardwise.parallel.named import collections_kept
+from shardwise.parallel.looks.reach import unseen
+from shardwise.parallel.module_torch_private import global_hooks
 from shardwise.parallel.randomness.counter import Elements, Numbers, Stream
 from shardwise.parallel.randomness.draws import DRAWS, SKIP, UNKEYED, draws_by_itself
 from shardwise.parallel.torch_private import OperationMode
@@ -120,13 +121,12 @@ def _trace(module: nn.Module, inputs: Inputs, rows: int, new_rows: int, shapes: 
         for path, t in _on_meta(inputs)
     }
     args, kwargs = put(inputs, meta)
-    trace, hooks = _Trace(shapes), []
-    own = [hook for inner in module.modules() for hook in hooks_of(inner)]
+    trace, hooks = _Trace(shapes), list[RemovableHandle]()
     for name, inner in module.named_modules():
         hooks.append(inner.register_forward_pre_hook(partial(trace.enter, name)))
         hooks.append(inner.register_forward_hook(trace.leave, prepend=True))
     try:
-        with collections_kept(own), torch.no_grad(), torch.device("meta"), _Unkeyed(trace), trace:
+        with unseen(module, global_hooks()), torch.no_grad(), torch.device("meta"), _Unkeyed(trace), trace:
             module(*args, **kwargs)
     except Exception as error:  # the module's own
         raise ModelError(

@@ -13,8 +13,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.tracer import tensors_in, without_values
+from shardwise.parallel.looks.reach import unseen
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
+from shardwise.parallel.module_torch_private import global_hooks
+from shardwise.parallel.reruns import buffers_in, copies_of, put_in_place
 from shardwise.parallel.stages.pipeline_torch_private import CARRIES_INTEGERS, SCHEDULE_CLASSES, Stage, run_schedule
 from shardwise.parallel.stages.stage import StageModule, signature_of
 from shardwise.plan.schedule import stages_of
@@ -235,11 +237,11 @@ def _forget_oldest(kept: dict[tuple[Any, ...], Any]) -> None:
 
 @contextmanager
 def _no_side_effects(module: StageModule, device: torch.device) -> Iterator[None]:
-    """Random state, buffers, numbers that modules count and gathered parameters as they were."""
+    """Random state, buffers, what modules count and collect, and gathered parameters as they were."""
     buffers = copies_of(buffers_in(module.root))
     devices = [] if device.type == "cpu" else [device]
     random = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")
-    with put_in_place(buffers), numbers_kept(module.root), random:
+    with unseen(module.root, global_hooks()), put_in_place(buffers), random:
         yield
     for part in module.modules():
         if isinstance(part, FSDPModule):

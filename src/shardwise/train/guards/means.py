@@ -26,7 +26,8 @@ from shardwise.parallel.placed import Placed
 from shardwise.parallel.randomness.generators import states
 from shardwise.parallel.refused.written import values_of
 from shardwise.train.guards.halving import communicating
-from shardwise.train.of_rows import OfModel, Repeatable, remembers, unlike_parts
+from shardwise.train.look import Repeatable
+from shardwise.train.of_rows import OfModel, remembers, unlike_parts
 from shardwise.train.torch_private import mean_of_labels
 
 _EVERY = 17
