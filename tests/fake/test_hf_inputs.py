@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,13 @@ READ = {
         },
         "model.*.layers.*", 32,
     ),
+    "speecht5": (
+        {
+            "model_type": "speecht5", **STACKS, "hidden_size": 32, "max_text_positions": 48, "conv_dim": [8, 8],
+            "conv_kernel": [10, 8], "conv_stride": [80, 4], "pad_token_id": 0,
+        },
+        "speecht5.*.*.layers.*", 48,
+    ),
 }  # fmt: skip
 
 
@@ -105,13 +113,44 @@ def test_what_a_sample_is() -> None:
         "wav2vec2": {"input_values": [1, 8]},
         "audio-spectrogram-transformer": {"input_values": [1, 1024, 128]},
         "CLIPModel": {"input_ids": [1, 8], "pixel_values": [1, 3, 224, 224]},
-    }
+        "siglip2": {"input_ids": [1, 8], "pixel_values": [1, 256, 768], "pixel_attention_mask": [1, 256],
+                    "spatial_shapes": [1, 2]},
+        "idefics": {"input_ids": [1, 8], "pixel_values": [1, 1, 3, 224, 224], "image_attention_mask": [1, 8, 1]},
+        "speecht5": {"decoder_input_ids": [1, 8], "input_values": [1, 160_000]},
+    }  # fmt: skip
     for name, needed in shapes.items():
         inputs = inputs_of(hf_config(name))
         assert inputs is not None and {key: list(t.shape) for key, t in inputs.sample(8).items()} == needed, name
     assert all(inputs_of(hf_config(name)) is None for name in ("llama", "bert", "mamba"))
     with pytest.raises(ModelError, match=r"ClapModel takes .*write a function that builds ClapModel .*package.module"):
         inputs_of(hf_config("clap"))
+
+
+def test_texts_with_pictures_of_other_kinds_are_read(tmp_path: Path) -> None:
+    """Pictures as patches with their sides, whose values are asked for; and a picture that each token looks at."""
+    part = {**SMALL, "num_patches": 16, "patch_size": 4, "projection_size": 32, "max_position_embeddings": 8}
+    patches = {"model_type": "siglip2", "text_config": {**part, "vocab_size": 64}, "vision_config": part}
+    asked = asked_of(written(tmp_path, patches), trace_on="cpu")
+    assert len(asked.profile.blocks) == 4 and asked.workload.seq_len == 8
+    seen = {
+        "model_type": "idefics", **SMALL, "vocab_size": 64, "max_position_embeddings": 16, "cross_layer_interval": 1,
+        "vision_config": {**SMALL, "embed_dim": 32, "image_size": 16, "patch_size": 8}, "use_resampler": False,
+        "additional_vocab_size": 0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    asked = asked_of(written(tmp_path, seen))
+    assert len(asked.profile.blocks) == 2 and any("picture of shape [3, 16, 16]" in note for note in asked.assumed)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dbrx", "mend attn_config.rope_theta, which its family's default lacks too: say it in a config.json"),
+        ("cohere_compass", "mend rope_parameters, which has none of layers of 'full_attention': say them in a config"),
+    ],
+)
+def test_a_key_that_a_familys_default_lacks_is_named(name: str, said: str) -> None:
+    with torch.device("meta"), pytest.raises(ConfigError, match=re.escape(said)):
+        build(hf_config(name))
 
 
 def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,3 +495,20 @@ def test_layers_that_take_the_keys_of_others_are_kept_when_shrunk():
     small = shrunk_config(hf_config("gemma3n_text"))
     assert (small.num_kv_shared_layers, small.layer_types) == (2, ["sliding_attention", "full_attention"] * 2)
     assert sum(p.numel() for p in hf_factory(small)().parameters()) < 200_000
+
+
+def test_stacks_of_one_pattern_are_not_mixed_with_a_towers() -> None:
+    """Florence-2: its tower's lists lie as deep as those of encoder and decoder, and its third one was taken."""
+
+    class Part(nn.Module):
+        def __init__(self, **lists: nn.Module) -> None:
+            super().__init__()
+            for name, each in lists.items():
+                self.add_module(name, each)
+
+    def layers(count: int) -> Part:
+        return Part(layers=nn.ModuleList(Layer() for _ in range(count)))
+
+    towers = nn.ModuleList(nn.ModuleList(Layer() for _ in range(count)) for count in (1, 1, 9, 1))
+    model = Part(tower=Part(blocks=towers), text=Part(encoder=layers(6), decoder=layers(6)))
+    assert block_pattern(model) == "text.*.layers.*"

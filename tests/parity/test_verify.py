@@ -16,8 +16,10 @@ import shardwise as sw
 from shardwise.cli import verify as verify_verb
 from shardwise.cli.main import main
 from shardwise.cli.options.subjects import subject_for
+from shardwise.diagnose.prove import make_subject
 from shardwise.diagnose.verify import Options, Report, Verifier, _factor, _finding
 from shardwise.diagnose.verifying.faults import FAULTS, Evidence
+from shardwise.diagnose.verifying.parity import Difference
 from shardwise.diagnose.verifying.subject import Failed, Run, Subject, record
 from shardwise.launch.forked import WorldError
 from shardwise.train.guards.witness import Request
@@ -245,6 +247,32 @@ def test_a_model_with_a_batch_needs_no_script(verify) -> None:
     assert verify(model, "dp2", batch=batch, loss_fn=square_error).proven
     report = verify(model, "dp2", batch=batch, loss_fn=wrong_error)
     assert not report.proven and "verify.loss" in report.findings[0].id, str(report)
+
+
+class Shifted(nn.Module):
+    """One parameter with a usual gradient, and one that is next to nothing beside it, the same in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight[:1] + 1e-20 * self.weight[1:2] + 0.0 * self.weight[2:]).squeeze(-1)
+
+
+def plain_sum(output: torch.Tensor, batch: tuple[torch.Tensor]) -> sw.Loss:
+    return sw.Loss(output.sum(), len(output))
+
+
+def test_what_an_optimizer_makes_of_a_rounding_is_measured(world, tmp_path) -> None:
+    """Of sums that are zero but for rounding (keys in GPT-NeoX's fused bias) Adam makes 1e-12 of the others'."""
+    subject = make_subject(Shifted, (), (torch.ones(12, 1, dtype=torch.float64),), plain_sum)
+    verifier = Verifier(subject, world, tmp_path)
+    assert verifier.verify(sw.Plan()).proven
+    (base,) = verifier.baselines.values()
+    made = base.tolerances.of(Difference(kind="param", step=1, name="weight", value=0.0))
+    seen = base.tolerances.of(Difference(kind="grad", step=1, name="weight", value=0.0))
+    assert 1e-11 < made < 1e-8 and seen < 1e-13  # 16 x 1e-2 x 2e-16 over Adam's 1e-8, of 1; nothing is moved that is 0
 
 
 def test_a_function_that_trains_needs_no_script(verify) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from shardwise.cli import bars
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
 from shardwise.cli.letters import plain_letters
@@ -23,10 +26,11 @@ from shardwise.cli.main import READER_LEFT, main
 from shardwise.cli.options.made_for import MadeFor, question_of, save_plan
 from shardwise.cli.options.planning import check_path, question, read_cluster, show_memory
 from shardwise.cli.plan import plan, words_of
-from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.errors import ConfigError, ExitCode, ShardwiseError, UsageError
 from shardwise.hardware.cluster import GIB, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
+from shardwise.plan import pictures
 from shardwise.plan.advice import LESS
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
@@ -403,3 +407,70 @@ def test_bars_fit_a_narrow_terminal() -> None:
         shown = out.getvalue()
         bars = [line for line in shown.splitlines() if "█·" in line or "██>" in line or "██|" in line]
         assert len(bars) == 1 and "…" not in shown and bars[0].rstrip()[-1] in ">|"
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """A colour of a page in CIELAB, where distances are what people see."""
+
+    def linear(share: float) -> float:
+        return share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4
+
+    def root(share: float) -> float:
+        return share ** (1 / 3) if share > 0.008856 else 7.787 * share + 16 / 116
+
+    r, g, b = (linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+    x, y, z = (
+        root((0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.95047),
+        root(0.2126 * r + 0.7152 * g + 0.0722 * b),
+        root((0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.08883),
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_colours_of_terms_are_told_apart() -> None:
+    """Of ten, two were near-equal greens and two near-equal reds; an eleventh term had the first one's."""
+    assert min(math.dist(lab(one), lab(other)) for one, other in combinations(pictures.COLOURS, 2)) > 25
+    assert len(pictures.COLOURS) >= 14 and len(set(bars.COLOURS)) == len(bars.COLOURS) >= 14
+
+
+def test_a_term_has_one_colour_on_all_ranks_and_is_in_the_legend() -> None:
+    """Colours went by places: the last rank's logits had that of what others compute in; and no line named them."""
+    sizes, cluster = preset("deepseek-v3"), load_cluster("h100:8x256")
+    made = Plan.parse("pp16 fsdp128 ep8 zero2 / interleaved mb128 / bf16 / recompute=blocks")
+    memory = estimate_memory(profile_of(sizes), made, Workload(seq_len=4096, global_batch=16384), device=cluster.device)
+    assert "logits" not in memory.worst.terms and "logits" in memory.stages[-1].terms
+    out = io.StringIO()
+    show_memory(Console(file=out, width=120, force_terminal=True, color_system="standard"), memory, made, cluster)
+    shown = out.getvalue()
+    style = re.search(r"(\x1b\[[0-9]+m)█ \x1b\[0mlogits", shown)
+    assert style and re.search(rf"logits {memory.stages[-1].terms['logits'] / GIB:.2f} GiB on rank 15", shown)
+    plain = re.compile(r"\x1b\[[0-9;]*m")
+    lines = {plain.sub("", line).split()[0]: line for line in shown.splitlines() if "█" in line and "loss" in line}
+    assert style.group(1) + "█" in lines["15"] and style.group(1) + "█" not in lines["0"]
+    assert [int(rank) for rank in lines] == [0, 1, 2, 3, 4, 12, 13, 14, 15]  # the fullest stands in its place
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("h100:8", "llama-8b"), r"cluster 'llama-8b': is a model; the model is said first, then the cluster"),
+        ((".", "h100:8"), r"model '\.': is a folder; one with a config.json of transformers is hf:\."),
+        (("llama-8b", "h100:8", "--seq", "9" * 20), r"--seq '9{20}': needed at most 1,000,000,000,000,000 tokens"),
+        (("tiny", "h100:8", "--forbid", "dp,fsdp,tp,pp,cp,ep"), r"forbid less than dp, fsdp, tp, pp, cp, ep$"),
+        (("tiny", "h100:8", "--forbid", "tensor"), r"known: .* cp, dp, dualpipe-v, .* fsdp, gather"),
+        (("gpt-3-999b", "h100:8"), r"unknown preset; did you mean 'gpt3"),
+        (("sizes.toml", "h100:8"), r"line 1: num_layer: .*'num_layers'.*; width: unknown key; known: "),
+    ],
+)
+def test_words_that_are_nearly_right_are_told_what_is(here: Path, words: tuple[str, ...], said: str) -> None:
+    (here / "sizes.toml").write_text('num_layer = 2\nwidth = 64\nkind = "llama"\n')
+    error = invoke(plan, *words)[2]
+    assert isinstance(error, ShardwiseError) and re.search(said, str(error)), error
+
+
+def test_a_wrong_value_of_an_option_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, found in ((("--global-batch", "1.5"), "1.5"), (("--top=1000",), "1000"), (("--price", "x"), "x")):
+        with pytest.raises(SystemExit) as stop:
+            main(["plan", "tiny", "h100:8", *words, "--json"])
+        message = json.loads(capsys.readouterr().out)["error"]["message"]
+        assert stop.value.code == ExitCode.USAGE and f"found '{found}'; input should be" in message

@@ -461,7 +461,7 @@ def test_a_neighbour_that_is_forbidden_is_called_so() -> None:
     found = find(preset("llama-1b"), cluster("h100:8"), work, forbid=("tp", "dp_shard"))
     assert found.best is not None and found.best.plan.axes.cp == 8
     reasons = {each.field: each.reason for each in decisions(found.best, found.space)}
-    assert re.fullmatch(r"cp4: \S+ faster, forbidden \(dp_shard\)", reasons["axes.cp"])
+    assert re.fullmatch(r"cp4: \S+ faster, forbidden \(fsdp\)", reasons["axes.cp"])
     for word in ("compile", "zero2", "accumulation", "bf16", "sequence", "recompute=ops", "interleaved"):
         allow = ("fp16",) if word == "bf16" else ()
         ranked = find(preset("llama-1b"), cluster("h100:8"), work, forbid=(word,), allow=allow).ranked

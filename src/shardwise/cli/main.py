@@ -70,10 +70,11 @@ class Verbs(TyperGroup):
 
 
 class Verb(TyperCommand):
-    """A command that says of a word too many where it may belong."""
+    """A command that says of a word too many where it may belong, and of a value that does not do what was found."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Words and options; as its parent, whose message of words too many gets what is expected."""
+        """Words and options; as its parent, to whose messages is added what is expected, or what was found."""
+        given = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # click's type, or that of typer's own copy of it
@@ -84,7 +85,17 @@ class Verb(TyperCommand):
                 vars(error)["message"] = (
                     f"{text}; needed: {' '.join(map(str, words)) or 'no word'}, and options, as {', '.join(options)}"
                 )
+            elif text.startswith("Input should be") and (found := _given_to(getattr(error, "param", None), given)):
+                vars(error)["message"] = f"found {found!r}; {text[0].lower()}{text[1:]}"
             raise
+
+
+def _given_to(option: Any, words: list[str]) -> str:
+    """The last value that some words give an option; empty: none."""
+    names = tuple(getattr(option, "opts", ()))
+    pairs = [(word, after) for word, after in zip(words, [*words[1:], ""], strict=True) if word in names]
+    joined = [word.partition("=") for word in words if word.partition("=")[0] in names and "=" in word]
+    return next(iter([after for _, after in pairs][-1:] + [value for _, _, value in joined][-1:]), "")
 
 
 def _command(name: str) -> TyperCommand:

@@ -47,6 +47,7 @@ from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
 from shardwise.plan.search import HEADROOM, Candidate, Search, find_plan
+from shardwise.plan.shorthand import axis_field
 from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.stack import Stack
 from shardwise.records import write_text
@@ -273,9 +274,6 @@ def _front(points: Sequence[Candidate]) -> Table:
     return table
 
 
-_AXES = {"dp": "dp_replicate", "fsdp": "dp_shard"}
-
-
 def words_of(given: Sequence[str] | None) -> tuple[str, ...]:
     """Words of `--allow` and `--forbid`: one each time, or several with commas; axes also as a shorthand names them.
 
@@ -283,7 +281,7 @@ def words_of(given: Sequence[str] | None) -> tuple[str, ...]:
     ('tp', 'pp', 'dp_shard')
     """
     words = [word.strip() for text in given or () for word in text.split(",")]
-    return tuple(_AXES.get(word, word) for word in words if word)
+    return tuple(axis_field(word) for word in words if word)
 
 
 def load_plan(text: str) -> Plan:

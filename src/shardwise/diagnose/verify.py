@@ -1,7 +1,8 @@
 """`Verifier`: a script under a plan against itself on one process, in the same numbers, with the same data.
 
     one process, whole global batch  -- the truth
-    one process, rows shuffled, other micro-batches, other threads (twice)  -- how far rounding alone goes
+    one process, rows shuffled, other micro-batches, other threads, gradients moved by a rounding (twice)
+                                                                         -- how far rounding alone goes
     N processes under the plan  -- what is judged
 
 Nothing of the script is changed: it gets another plan as its argument, and its steps leave what they did.
@@ -170,6 +171,7 @@ class Verifier:
                 ranks=request.ranks,
                 shuffle=True,
                 within=grouped,
+                rounding=_eps(self.options),
             )
             other = self._record(alone, shuffled, threads=threads)
             if isinstance(other, Failed):
@@ -212,9 +214,14 @@ def _obeyed(trace: Trace, run: Run, title: str) -> Trace | Failed:
     )
 
 
+def _eps(options: Options) -> float:
+    """The unit of rounding of the type that everything runs in."""
+    return torch.finfo(torch.float64 if options.dtype == "fp64" else torch.float32).eps
+
+
 def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options) -> Baseline | Failed:
     steps = min(trace.num_steps for trace in (truth, *others))
-    eps = torch.finfo(torch.float64 if options.dtype == "fp64" else torch.float32).eps
+    eps = _eps(options)
     for other in others:
         initial = facts.initial_differences((other, truth))
         if initial or facts.rows_differ(other, truth, 1):
@@ -242,7 +249,8 @@ def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options) -
         return Baseline(plan=plan, truth=truth, tolerances=Tolerances(eps=eps), order_matters=True, how=how)
     how = (
         f"{FACTOR} x what one process differs from itself by, per tensor (at least the 90th percentile of its kind and "
-        f"{ULPS} roundings), in {len(others)} runs with rows shuffled, other micro-batches and other threads"
+        f"{ULPS} roundings), in {len(others)} runs with rows shuffled, other micro-batches and other threads, and "
+        "gradients moved by a rounding"
     )
     measured = tolerances(truth, others, steps, eps)
     return Baseline(plan=plan, truth=truth, tolerances=measured, order_matters=False, how=how)

@@ -28,6 +28,7 @@ _SAME: tuple[tuple[str, str], ...] = (
     (r"gpt-?2", "gpt2-small"),
     (r"gpt-2-(\w+)", r"gpt2-\1"),
     (r"gpt-?3", "gpt3-175b"),
+    (r"gpt-3-([\d.]+b)", r"gpt3-\1"),
     (r"gpt-?3-xl", "gpt3-1.3b"),
     (r"gpt-?j-6b", "gpt-j-6b"),
     (r"deepseek-llm-(7b|67b)", r"deepseek-\1"),

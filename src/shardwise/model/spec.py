@@ -325,6 +325,10 @@ def spec_from_dict(data: Mapping[str, Any], *, name: str = "custom") -> ModelSpe
             raise RecordError(("preset",), f"unknown preset {known!r}; {nearest(known, presets())}")
         base = {"name": known, **_table()[known]}
     found = {"name": name, **base, **sizes}
+    known = [f.name for f in fields(ModelSpec)]
+    if unknown := [key for key in found if key not in known]:  # before what is missing, which is often what was meant
+        more = "".join(f"; {key}: unknown key; {nearest(key, known)}" for key in unknown[1:])
+        raise RecordError((unknown[0],), f"unknown key; {nearest(unknown[0], known)}{more}")
     missing = [f.name for f in fields(ModelSpec) if f.default is MISSING and f.name not in found]
     if missing:
         raise RecordError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ def block_pattern(module: nn.Module) -> str:
     """The pattern of the blocks of a model of several stacks, or of one of unlike layers; empty: it has none.
 
     Stacks are lists of at least two modules in no other list, with a share of the parameters; of those at several
-    depths the ones that hold the most.
+    depths, or below several parents, the ones that one pattern has and that hold the most.
 
     >>> block_pattern(t5)  # doctest: +SKIP
     '*.block.*'
@@ -151,15 +151,26 @@ def block_pattern(module: nn.Module) -> str:
             stacks.append(name)
     if not stacks:
         return ""
-    alike: dict[int, list[str]] = {}
-    for name in stacks:
-        alike.setdefault(name.count("."), []).append(name)
-    stacks = max(alike.values(), key=lambda names: sum(_size(module, name) for name in names))
+    found = {pattern: names for names in _together(stacks) if (pattern := _exact(module, names))}
+    return max(found, key=lambda pattern: sum(_size(module, name) for name in found[pattern]))
+
+
+def _together(stacks: list[str]) -> Iterator[list[str]]:
+    """Stacks at one depth: all, and those below one parent (a decoder's with an encoder's, not with a tower's)."""
+    for share in range(max(name.count(".") for name in stacks) + 2):
+        alike: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        for name in stacks:
+            alike.setdefault((name.count("."), tuple(name.split(".")[:share])), []).append(name)
+        yield from alike.values()
+
+
+def _exact(module: nn.Module, stacks: list[str]) -> str:
+    """The pattern of the layers of some stacks; empty: it has other modules too."""
     parts = [name.split(".") for name in stacks]
     shared = [each[0] if len(set(each)) == 1 else "*" for each in zip(*parts, strict=True)]
     pattern = ".".join([*shared, "*"])
     needed = {f"{name}.{i}" for name in stacks for i in range(len(list(module.get_submodule(name).children())))}
-    return pattern if set(find_blocks(module, pattern)) == needed else f"{stacks[0]}.*"
+    return pattern if set(find_blocks(module, pattern)) == needed or len(stacks) == 1 else ""
 
 
 def _size(module: nn.Module, name: str) -> int:

@@ -170,13 +170,20 @@ def build(config: PreTrainedConfig) -> nn.Module:
 
 
 def _key_of(error: Exception, config: PreTrainedConfig) -> str:
-    """The key whose value a table of `transformers` has not, where that is what went wrong."""
+    """The key whose value a table of `transformers` has not, or that a configuration has not, where that went wrong."""
+    owner = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and isinstance(owner, PreTrainedConfig):
+        part = next((f"{key}." for key, value in vars(config).items() if value is owner), "")
+        return f"{part}{error.name}, which its family's default lacks too: say it in a config.json"
     unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
     said = config.to_dict()
     inner = {
         f"{key}.{part}": v for key, values in said.items() if isinstance(values, dict) for part, v in values.items()
     }
     names = [key for key, value in {**said, **inner}.items() if unknown is not None and value == unknown]
+    kinds = getattr(text_of(config), "layer_types", None) or ()
+    if isinstance(unknown, str) and unknown in kinds:  # each kind of layer has its own positions
+        return f"rope_parameters, which has none of layers of {unknown!r}: say them in a config.json"
     missing = "NoneType" in str(error) and [key for key in SIZES if key in said and said[key] is None]
     return " or ".join(names) or (f"what is null: {', '.join(missing)}" if missing else "that key")
 

@@ -62,13 +62,15 @@ def inputs_of(config: PreTrainedConfig) -> Inputs | None:
     cls = model_class(config)
     names, main = signature(cls.forward).parameters, cls.main_input_name
     if "return_loss" in names and {"input_ids", "pixel_values"} <= set(names):
-        return _text_and_picture(config)
+        return _text_and_patches(config) if "spatial_shapes" in names else _text_and_picture(config)
+    if main == "input_ids" and "image_encoder_embeddings" in names:
+        return _text_of_pictures(config)
     if main == "pixel_values":
         return _picture(config)
     if main == "input_features" and "decoder_input_ids" in names:
         return _features(config)
     if main == "input_values":
-        return _sound(config)
+        return _sound_and_text(config) if "decoder_input_ids" in names else _sound(config)
     if main == "input_ids" and "decoder_input_ids" in names:
         return _two_texts(config)
     if main == "input_ids" and "return_loss" not in names:
@@ -161,6 +163,43 @@ def _text_and_picture(config: PreTrainedConfig) -> Inputs:
     )
 
 
+def _text_and_patches(config: PreTrainedConfig) -> Inputs:
+    """Of pictures of any shape, cut into patches before: as many as there are positions for, in a square."""
+    vision = config.vision_config
+    side = int(vision.num_patches**0.5)
+    shape = (side * side, int(vision.num_channels) * int(vision.patch_size) ** 2)
+    longest = longest_sequence(config)
+
+    def sample(length: int) -> Sample:
+        sides = torch.full((1, 2), side, dtype=torch.long, device="cpu")
+        held = {"pixel_values": _zeros(*shape), "pixel_attention_mask": _ids(side * side) + 1, "spatial_shapes": sides}
+        return {"input_ids": _ids(length), **held}
+
+    return Inputs(
+        sample=sample,
+        usual=longest or USUAL,
+        longest=longest,
+        note=f"a sample is a text and pixel_values of shape {list(shape)}, patches; its tokens are the text's",
+    )
+
+
+def _text_of_pictures(config: PreTrainedConfig) -> Inputs:
+    """Of a model that cannot be fed text alone: a text, and a picture that each of its tokens looks at."""
+    shape, said = _pixels(config.vision_config)
+    longest = longest_sequence(config)
+
+    def sample(length: int) -> Sample:
+        seen = torch.ones(1, length, 1, dtype=torch.long, device="cpu")
+        return {"input_ids": _ids(length), "pixel_values": _zeros(1, *shape), "image_attention_mask": seen}
+
+    return Inputs(
+        sample=sample,
+        usual=min(USUAL, longest or USUAL),
+        longest=longest,
+        note=f"a sample is a text and a picture of shape {list(shape)}{said}; its tokens are those of the text",
+    )
+
+
 def _two_texts(config: PreTrainedConfig) -> Inputs:
     longest = longest_sequence(config)
     return Inputs(
@@ -184,6 +223,18 @@ def _features(config: PreTrainedConfig) -> Inputs:
         longest=longest,
         is_text=True,
         note=f"a sample is input_features of shape {list(shape)} and a text for the decoder, whose tokens are its own",
+    )
+
+
+def _sound_and_text(config: PreTrainedConfig) -> Inputs:
+    """Of speech that a decoder writes down: a row of numbers, and a text."""
+    longest = getattr(config, "max_text_positions", None) or longest_sequence(config)
+    return Inputs(
+        sample=lambda length: {"decoder_input_ids": _ids(length), "input_values": _zeros(SECONDS * RATE)},
+        usual=min(USUAL, longest or USUAL),
+        longest=longest,
+        is_text=True,
+        note=f"a sample is a sound of {SECONDS} s at {RATE // 1000} kHz and a text for the decoder, whose tokens count",
     )
 
 

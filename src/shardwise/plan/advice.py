@@ -17,6 +17,7 @@ from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.plan import SCHEDULES
 from shardwise.plan.search import HEADROOM, Candidate, Goal, Walk
 from shardwise.plan.searching.space import OPT_IN, Space
+from shardwise.plan.shorthand import axis_word
 
 SECONDS = 4.0
 """Of processor time: no further question is begun after so many."""
@@ -131,7 +132,7 @@ def _words(tries: _Tries) -> Iterator[Advice]:
     for word in dict.fromkeys(space.forbid):
         found = tries.fit(forbid=tuple(other for other in space.forbid if other != word))
         if found:
-            yield Advice(f"without --forbid {word}", found)
+            yield Advice(f"without --forbid {axis_word(word)}", found)
 
 
 def _seq(tries: _Tries) -> Iterator[Advice]:

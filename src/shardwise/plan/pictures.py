@@ -14,7 +14,11 @@ from shardwise.plan.search import Candidate, Search
 from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.timeline import Timeline, timeline_of
 
-COLOURS = ("#3b7dd8", "#2aa198", "#7cb342", "#e0a526", "#d9633b", "#b34fa0", "#6a5acd", "#8d9aa8", "#c0392b", "#16a085")
+COLOURS = (
+    *("#3b7dd8", "#2aa198", "#7cb342", "#e0a526", "#d9633b", "#b34fa0", "#6a5acd", "#8d9aa8"),
+    *("#8c5a2b", "#f2a0c4", "#b3123f", "#7fd3f0", "#2f6b3c", "#d7e04a"),
+)
+"""Any two are told apart, on a light page and on a dark one: at least 27 from each other in CIELAB."""
 FORWARD, EXPOSED, OTHER, BUBBLE = "#3b7dd8", "#d9633b", "#8d9aa8", "rgba(140,154,168,.18)"
 STEP = {
     "forward": (FORWARD, "forward"),

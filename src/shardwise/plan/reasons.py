@@ -17,6 +17,7 @@ from shardwise.plan.rows.modules import MODULES, used
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Goal, Search
 from shardwise.plan.searching.families import simplicity
 from shardwise.plan.searching.space import Space, features_of
+from shardwise.plan.shorthand import axis_word
 from shardwise.plan.spelled import spelled
 from shardwise.plan.timing import estimate_time
 
@@ -200,7 +201,9 @@ def _outcome(plan: Plan, best: Candidate, space: Space, goal: Goal) -> _Outcome 
     if goal == "memory":
         found = f"{_gib(other, best)}, {found}"
     if words := sorted({*space.forbid} & features_of(plan)):
-        return _Outcome((FORBIDDEN, other.score(goal)), f"{found}, forbidden ({', '.join(words)})", plan)
+        return _Outcome(
+            (FORBIDDEN, other.score(goal)), f"{found}, forbidden ({', '.join(map(axis_word, words))})", plan
+        )
     return _Outcome((is_tight, other.score(goal)), found, plan)
 
 

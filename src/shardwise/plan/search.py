@@ -28,6 +28,7 @@ from shardwise.plan.searching.families import Flow
 from shardwise.plan.searching.front import front_of
 from shardwise.plan.searching.space import Space
 from shardwise.plan.searching.walk import EXACT, Walk
+from shardwise.plan.shorthand import axis_word
 from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.workload import Workload
 
@@ -167,7 +168,7 @@ def _no_plan(space: Space, walk: Walk) -> str:
     why = ", ".join(f"{name} ({number})" for name, number in limits[:4])
     near = near_batches(batch, cluster.world)
     advice = [f"a global batch that every layout divides: {' or '.join(map(str, near))}"] if batch not in near else []
-    advice += [f"forbid less than {', '.join(space.forbid)}"] if space.forbid else []
+    advice += [f"forbid less than {', '.join(map(axis_word, space.forbid))}"] if space.forbid else []
     without = f", for a model without {', '.join(dict(space.left_out))}" if space.left_out else ""
     why = why or f"{'what is forbidden' if space.forbid else 'the batch'}{without}"
     return (

@@ -27,6 +27,25 @@ _AXES = {
 }
 _SPELLED = {"pp": "pp", "dp_replicate": "dp", "dp_shard": "fsdp", "cp": "cp", "tp": "tp", "ep": "ep"}
 
+
+def axis_word(name: str) -> str:
+    """An axis as a shorthand names it, of its field; any other word as it is.
+
+    >>> axis_word("dp_shard"), axis_word("recompute")
+    ('fsdp', 'recompute')
+    """
+    return _SPELLED.get(name, name)
+
+
+def axis_field(word: str) -> str:
+    """The field of an axis, of what a shorthand calls it; any other word as it is.
+
+    >>> axis_field("fsdp"), axis_field("recompute")
+    ('dp_shard', 'recompute')
+    """
+    return _AXES.get(word, word)
+
+
 _SCHEDULES = {
     "gpipe": "gpipe",
     "1f1b": "1f1b",
@@ -76,7 +95,7 @@ class _Bad(ValueError):
 
 def _count(text: str, least: int = 1) -> int:
     if not re.fullmatch(r"-?[0-9]{1,18}", text):
-        raise _Bad(f"needed an integer of at least {least}")
+        raise _Bad(f"needed an integer of at least {least}, of at most 18 digits")
     if int(text) < least:
         raise _Bad(f"found {int(text)}, needed at least {least}")
     return int(text)

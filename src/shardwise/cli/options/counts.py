@@ -42,6 +42,8 @@ def length_of(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kKmM]?)", text.strip())
     count = float(match.group(1)) * 2 ** (UNITS[match.group(2).lower()] if match.group(2) else 0) if match else 0.0
-    if not 1 <= count <= MOST or count % 1:
+    if count > MOST:
+        raise UsageError(f"--seq {text!r}: needed at most {MOST:,} tokens in a sample")
+    if count < 1 or count % 1:
         raise UsageError(f"--seq {text!r}: needed tokens per sample such as 8192, or 8k (8 x 1024), at least 1")
     return int(count)

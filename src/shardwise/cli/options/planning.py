@@ -14,14 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.bars import BAR, bar, colours_of, legend
 from shardwise.cli.options.counts import LENGTH_HELP, length_of
 from shardwise.cli.options.reading import how_read
 from shardwise.cli.options.tokens import batch_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.extras import optional_module
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.model.aliases import canonical
 from shardwise.model.profile import Profile, profile_of
-from shardwise.model.spec import ModelSpec, load_spec
+from shardwise.model.spec import ModelSpec, load_spec, presets
 from shardwise.plan.band import band, likeness
 from shardwise.plan.constraints import passed
 from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_share, on_host
@@ -38,11 +40,6 @@ from shardwise.plan.workload import Workload
 if TYPE_CHECKING:
     from shardwise.diagnose.read_module import Planned
 
-COLOURS = (
-    *("blue", "cyan", "green", "yellow", "magenta", "red"),
-    *("bright_blue", "bright_green", "bright_magenta", "white"),
-)
-BAR = 48
 MOST = 2**20
 """Devices that are planned for; a search among more would not end."""
 
@@ -116,6 +113,8 @@ def question(
     if options.get("price"):
         found = found.with_(device=replace(found.device, price=float(options["price"])))
     refuse_ending("model", model)
+    if os.path.isdir(model):
+        raise UsageError(f"model {model!r}: is a folder; one with a config.json of transformers is hf:{model}")
     spec = None if is_module(model) else load_spec(model)
     blocks, device = options.get("blocks") or "auto", str(options.get("trace_on") or "meta")
     if device not in ("meta", "cpu"):
@@ -166,7 +165,12 @@ def read_cluster(text: str) -> Cluster:
         found: Cluster = getattr(importlib.import_module(module), name)()
     else:  # a path as it is: in small letters it might be another file
         is_file = Path(text).suffix.lower() in (".toml", ".json")
-        found = load_cluster(Path(text) if is_file else text.lower().replace(" ", ""))
+        try:
+            found = load_cluster(Path(text) if is_file else text.lower().replace(" ", ""))
+        except UsageError as error:
+            if not is_file and canonical(text, presets()) in presets():
+                raise UsageError(f"cluster {text!r}: is a model; the model is said first, then the cluster") from error
+            raise
     if found.world > MOST:
         raise UsageError(f"cluster {text!r}: found {found.world:,} devices, needed at most {MOST:,}")
     return found
@@ -250,48 +254,24 @@ def _described(model: str, module: Planned, seq: int, on: str, types: set[str]) 
 # ---------------------------------------------------------------- what is shown
 
 
-def bar(terms: Mapping[str, float], limit: float, width: int = BAR) -> Text:
-    """Terms side by side, to the scale of the limit; a bar that goes beyond it is cut with `>`."""
-    text = Text()
-    used = 0
-    total = 0.0
-    for colour, (_, value) in zip(COLOURS * 2, terms.items(), strict=False):
-        total += value
-        cells = min(width, round(total / limit * width)) - used
-        text.append("█" * cells, style=colour)
-        used += cells
-    text.append("·" * (width - used), style="dim")
-    return text.append(">" if total > limit else "|")
-
-
-def legend(terms: Mapping[str, float], spell: Any, width: int) -> Text:
-    """Names and values of the terms in their colours, the largest first, in lines of so many letters at most."""
-    text, at = Text(), 0
-    colours = dict(zip(terms, COLOURS * 2, strict=False))
-    for name, value in sorted(terms.items(), key=lambda item: -item[1]):
-        words = f"{name} {spell(value)}   "
-        if at and at + 2 + len(words.rstrip()) > width:  # a square, its name and its value stay on one line
-            text.append("\n")
-            at = 0
-        text.append("█ ", style=colours[name])
-        text.append(words)
-        at += 2 + len(words)
-    return text
-
-
 def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> None:
-    """A bar per pipeline rank (at most eight, the worst among them), and the three sums."""
+    """A bar per pipeline rank (at most eight and the worst), and the three sums; what others have beyond it."""
     worst = memory.worst
     limit = memory.limit or worst.allocated
-    shown = memory.stages if len(memory.stages) <= 8 else (*memory.stages[:4], *memory.stages[-4:])
+    ends = {rank.rank for rank in (*memory.stages[:4], *memory.stages[-4:])}
+    shown = [rank for rank in memory.stages if len(memory.stages) <= 8 or rank.rank in ends or rank is worst]
+    colours = colours_of([worst.terms, *(rank.terms for rank in shown)])
     table = Table(title=f"memory per device, of {spelled(limit, 0)}", title_justify="left", box=None)
     width = max(8, min(BAR, out.width - 34 - max(len(rank.phase) for rank in shown)))
     for column in ("pipeline rank", "peak at", "live", ""):
         table.add_column(column, justify="right" if column == "live" else "left")
-    for rank in shown if worst in shown else (*shown, worst):
-        table.add_row(str(rank.rank), rank.phase, spelled(rank.allocated), bar(rank.terms, limit, width))
+    for rank in shown:
+        table.add_row(str(rank.rank), rank.phase, spelled(rank.allocated), bar(rank.terms, limit, colours, width))
     out.print(table)
-    out.print(legend(worst.terms, lambda value: spelled(value, 2), out.width))
+    out.print(legend(worst.terms, lambda value: spelled(value, 2), colours, out.width))
+    for name in (name for name in colours if name not in worst.terms):
+        size, at = max((each.terms.get(name, 0.0), each.rank) for each in shown)
+        out.print(Text.assemble(("█ ", colours[name]), f"{name} {spelled(size, 2)} on rank {at}"))
     fits = "" if not memory.limit or memory.fits else f", {spelled(memory.device - memory.limit)} too much"
     back = f" (of it {spelled(memory.held)} held, and given back when memory runs short)" if memory.held else ""
     out.print(
@@ -315,8 +295,9 @@ def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
     """The step by term, and what it makes of the devices."""
     out.print()
     out.print(f"step {seconds(step.total)} (time estimates: {band('time', cluster.device.name)})", markup=False)
-    out.print(bar(step.terms, step.total, min(BAR, out.width - 1)))
-    out.print(legend(step.terms, seconds, out.width))
+    colours = colours_of([step.terms])
+    out.print(bar(step.terms, step.total, colours, min(BAR, out.width - 1)))
+    out.print(legend(step.terms, seconds, colours, out.width))
     hidden = {name: value for name, value in step.hidden.items() if value > 0}
     if hidden:
         out.print("behind compute: " + ", ".join(f"{name} {seconds(value)}" for name, value in hidden.items()))

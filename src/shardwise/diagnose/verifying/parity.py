@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.diagnose.verifying.trace import Trace
+from shardwise.train.guards.witness import SHARE
 
 KINDS = ("loss", "norm", "grad", "param", "state", "statistics")
 """What is compared, in the order of the table."""
@@ -17,9 +18,6 @@ FACTOR = 16
 """A difference may be so many times what one process differs from itself by when it adds up in another order."""
 ULPS = 8
 """The least tolerance, in units of rounding (eps) of the type, before FACTOR: what a longer sum may cost."""
-SHARE = 1e-3
-"""Tensors below this share of their kind's usual size are compared with that: a gradient that is zero in exact
-arithmetic (the bias of keys) is noise over noise."""
 _FOLDERS = {"grad": "grad", "param": "param", "state": "optim", "statistics": "buffer"}
 
 

@@ -44,6 +44,7 @@ from shardwise.plan.ranks.stages import loops_of
 from shardwise.plan.repair import Case, Hit, Read, Row, divisors
 from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
+from shardwise.plan.shorthand import axis_field, axis_word
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.workload import Workload
 
@@ -121,6 +122,7 @@ class Space:
 
     def __post_init__(self) -> None:
         for name, known in (("allow", tuple(OPT_IN)), ("forbid", (*FEATURES, *OPT_IN))):
+            object.__setattr__(self, name, tuple(map(axis_field, getattr(self, name))))
             unknown = [word for word in getattr(self, name) if word not in known]
             if unknown and unknown[0] in FEATURES:
                 raise UsageError(
@@ -128,7 +130,9 @@ class Space:
                     f"(what needs it: {', '.join(OPT_IN)})"
                 )
             if unknown:
-                raise UsageError(f"{name}: found {unknown[0]!r}, which no plan has; {nearest(unknown[0], known)}")
+                raise UsageError(
+                    f"{name}: found {unknown[0]!r}, which no plan has; {nearest(unknown[0], [*map(axis_word, known)])}"
+                )
         if both := sorted({*self.allow} & {*self.forbid}):
             raise UsageError(
                 f"allow, forbid: found {both[0]!r} in both, which cannot mean anything; leave it out of one"

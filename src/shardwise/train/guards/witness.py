@@ -39,6 +39,9 @@ from shardwise.train.torch_private import shard_like
 from shardwise.train.updates.optim import PREFIX
 
 REQUEST = "request.json"
+SHARE = 1e-3
+"""Tensors below this share of their kind's usual size are compared with that: a gradient that is zero in exact
+arithmetic (the bias of keys) is noise over noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,10 @@ class Request:
     """Other rows in each micro-batch, in another order, and those in reverse: the same sums, rounded otherwise."""
     within: bool = False
     """`shuffle` keeps each micro-batch's rows together: batch norm's statistics are theirs."""
+    rounding: float = 0.0
+    """Share of its gradient's largest element by which each element is moved at most, once it is recorded: a sum is as
+    far off as what it is a sum of, and an optimizer may make much of one that is zero in exact arithmetic. On one rank.
+    """
 
 
 class _File:
@@ -126,6 +133,8 @@ class Witness:
         for name, grad in grads.items():
             live = self._live[name]
             self._file.add(f"grad/{number}/{name}", whole(grad, live) * factor, is_owner=self._is_owner(live))
+        if self._request.rounding:
+            round_otherwise(grads, self._request.rounding, seed=number)
 
     def finish(self, metrics: Any) -> None:
         """The update is made. Collective; after the last step that is asked for it ends the run.
@@ -199,6 +208,27 @@ def whole(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tenso
     if isinstance(like, DTensor) and not isinstance(tensor, DTensor):
         tensor = shard_like(tensor, like)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@torch.no_grad()
+def round_otherwise(grads: Mapping[str, torch.Tensor], share: float, *, seed: int) -> None:
+    """Move each element of some gradients, in place, by a share at most of the largest of its tensor.
+
+    A tensor of far smaller ones than usual is taken to be a sum of usual ones. What is exactly zero is a sum of
+    nothing, and stays.
+
+    >>> grads = {"a": torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)}
+    >>> round_otherwise(grads, 0.25, seed=1)
+    >>> float(grads["a"][0]), bool((grads["a"] - torch.tensor([0.0, 1.0, 2.0])).abs().max() <= 0.5)
+    (0.0, True)
+    """
+    sizes = {name: float(grad.abs().max()) for name, grad in grads.items() if grad.numel()}
+    usual = SHARE * sorted(sizes.values())[len(sizes) // 2] if sizes else 0.0
+    draw = torch.Generator().manual_seed(seed)
+    for name, size in sizes.items():
+        grad = grads[name]
+        moved = 2 * torch.rand(grad.shape, generator=draw, dtype=torch.float64) - 1
+        grad.add_((moved * (share * max(size, usual))).to(grad) * (grad != 0))
 
 
 def regroup(micro: Sequence[Any], request: Request, *, seed: int) -> list[Any]:
