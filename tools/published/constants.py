@@ -12,8 +12,8 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "ranks/activations", "time_terms/blocktime", "frozen", "costs/kernels", "costs/links", "memory", "schedule",
-    "time_terms/simulate", "ranks/stages", "timing", "updating", "workload",
+    "ranks/activations", "time_terms/blocktime", "frozen", "costs/hosts", "costs/kernels", "costs/links", "memory",
+    "schedule", "time_terms/simulate", "ranks/stages", "timing", "updating", "workload",
 )  # fmt: skip
 """Modules of `shardwise.plan` whose numbers the page shows."""
 
