@@ -67,6 +67,9 @@ def tables() -> str:
         "`softmax_host` is read off the 24 such rows of one sweep (-30 % without it, where 842 others are at 0).",
         "`eager` was measured on one node: over several, torchtune and litgpt take torchtitan's numbers, or fsdp1's "
         "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
+        "The Trainer of transformers, and what is built on it, asks after each micro-batch whether its loss is a "
+        "number, for which the host waits (`logging_nan_inf_filter`, since October 2021; not on XLA, nor on Habana): "
+        "its `micro_host` is that of deepspeed, whose loop is the same (six sources nearer, none farther).",
         "`overlap_tensor` of Megatron-Core is between the quarter and the half of what `tp` sends that its backward "
         "pass hides by default (with and without sequences sharded), read off eleven sources; with the switch for more "
         "it is that of Megatron-Bridge's recipes, which set it. "
