@@ -10,6 +10,7 @@ from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
+from shardwise.plan.costs.hosts import moved_bytes
 from shardwise.plan.costs.kernels import TAIL
 from shardwise.plan.frozen import adapted_share, adapter_time, packed_share
 from shardwise.plan.memory import Memory, estimate_memory
@@ -17,7 +18,6 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.activations import saved_bytes, saving_of
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import StepTime, estimate_time
-from shardwise.plan.updating import offloaded_bytes
 from shardwise.plan.workload import PACKED, Adapters, Workload
 from tests.pure.test_planner_memory import LLAMA
 
@@ -138,8 +138,9 @@ def test_fewer_bytes_are_gathered_and_moved_to_the_host() -> None:
         time.terms["data"] + time.hidden["data"] for time in (_time(_work(base), plan, where) for base in ("", "nf4"))
     ]
     assert 0.3 < sent[1] / sent[0] < 0.5
-    assert offloaded_bytes(Workload(seq_len=1, global_batch=1), 1, load_stack("torchtitan")) == 12
-    assert offloaded_bytes(_work("nf4"), 1, load_stack("torchtitan")) == pytest.approx(2 * 0.5625 + 0.004)
+    plain, packed = Workload(seq_len=1, global_batch=1), _work("nf4")
+    assert sum(moved_bytes(plain, (3, 1), load_stack("torchtitan"))) == 12
+    assert sum(moved_bytes(packed, (3, 1), load_stack("torchtitan"))) == pytest.approx(2 * 0.5625 + 0.004)
 
 
 @pytest.mark.parametrize(

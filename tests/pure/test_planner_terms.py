@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import Cluster, Link, Loading, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
+from shardwise.plan.costs.hosts import HOST_ALONE, hosted_times, moved_bytes
 from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.hosting import assumed_of
 from shardwise.plan.memory import estimate_memory
@@ -23,7 +24,7 @@ from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.time_terms.datatime import Sends, exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.time_terms.loading import is_decoded, loading_time, said
 from shardwise.plan.timing import STRAGGLERS, StepTime, estimate_time
-from shardwise.plan.updating import HOST_ALONE, Matrix, matrices, newton_schulz_time
+from shardwise.plan.updating import Matrix, matrices, newton_schulz_time
 from shardwise.plan.workload import Workload
 
 H100 = load_cluster("h100:8")
@@ -39,10 +40,10 @@ def time_of(plan: str, work: Workload = WORK, profile=LLAMA, cluster=H100) -> St
 
 @pytest.mark.parametrize(
     ("stack", "times"),
-    [("torchtitan", 8), ("deepspeed", 8), ("megatron-core", 1), ("megatron-bridge", 1)],
+    [("torchtitan", 8), ("deepspeed", 4.5), ("megatron-core", 1), ("megatron-bridge", 1)],
 )
-def test_what_stays_on_the_device_moves_once_a_step_beside_offloaded_states(stack: str, times: int) -> None:
-    """Megatron-Core adds gradients up on the device, and copies them and the new weights once."""
+def test_what_stays_on_the_device_moves_once_a_step_beside_offloaded_states(stack: str, times: float) -> None:
+    """Megatron-Core adds gradients up on the device and copies them and new weights once; DeepSpeed on the host."""
     moved = replace(load_stack(stack), overlap_data=0.0)
     work, node = replace(WORK, global_batch=64), load_cluster("h100:8")
     one, eight = (
@@ -50,6 +51,18 @@ def test_what_stays_on_the_device_moves_once_a_step_beside_offloaded_states(stac
         for n in (1, 8)
     )
     assert eight.terms["offload"] == pytest.approx(times * one.terms["offload"])
+
+
+def test_deepspeed_adds_gradients_of_offloaded_states_up_on_the_host() -> None:
+    """By its code: in 16 bits there and back, the sum in fp32, and new weights, which zero 3 casts on the host."""
+    stack, work = load_stack("deepspeed"), replace(WORK, global_batch=8)
+    ways = {(zero, n): moved_bytes(work, (zero, n), stack) for zero in (2, 3) for n in (1, 4)}
+    assert ways == {(2, 1): (0, 8), (2, 4): (0, 20), (3, 1): (0, 10), (3, 4): (0, 22)}
+    assert moved_bytes(work, (3, 4), replace(stack, offloads_weights=True)) == (16, 22)
+    assert moved_bytes(work, (2, 4), replace(stack, casts_on_host=True)) == (0, 18)
+    node = load_cluster("h100:8")
+    third, second = (hosted_times(work, (zero, 1), stack, node, 8)[0] for zero in (3, 2))
+    assert third == 2 * second > 0 == hosted_times(work, (3, 1), load_stack("torchtitan"), node, 8)[0]
 
 
 def test_a_rank_alone_has_its_hosts_cores_for_itself() -> None:

@@ -109,6 +109,20 @@ def test_a_trainers_type_is_that_of_weights_and_states_where_no_other_fits() -> 
     assert {mixed.plan.precision, small.plan.precision} == {"bf16"}
 
 
+def test_transformers_trainer_waits_for_the_loss_of_each_micro_batch() -> None:
+    """Since October 2021, and neither on XLA nor on Habana; loops of PyTorch, and of litgpt, do not look at it."""
+    alone = {"dp_replicate": "1", "dp_shard": "1", "tp": "1", "pp": "1", "cp": "1", "ep": "", "n_gpus": "1"}
+
+    def waits(notes: str, **changed: str) -> bool:
+        row = variant("core-8", **BARE | alone | {"notes": notes, "date": "2024-02", "gpu": "a100-80g"} | changed)
+        return row.stack.micro_host == load_stack("deepspeed").micro_host
+
+    trainers = "Hugging Face Trainer", "TRL, SFTTrainer", "LLaMA-Factory", "Axolotl"
+    assert [waits(notes) for notes in trainers] == [True] * 4
+    assert not waits("litgpt") and not waits("a PyTorch loop") and not waits("Hugging Face Trainer", date="2021-03")
+    assert not waits("Hugging Face Trainer", gpu="gaudi2")
+
+
 def test_who_hands_tokens_on_inside_a_node() -> None:
     for said, once in (("dispatcher DeepEP", True), ("HybridEP", True), ("alltoall dispatcher", False)):
         stack = variant("core-8", **BARE | {"notes": f"Megatron-LM; {said}"}).stack

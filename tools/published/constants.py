@@ -12,8 +12,8 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "ranks/activations", "time_terms/blocktime", "frozen", "costs/kernels", "costs/links", "memory", "schedule",
-    "time_terms/simulate", "ranks/stages", "timing", "updating", "workload",
+    "ranks/activations", "time_terms/blocktime", "frozen", "costs/hosts", "costs/kernels", "costs/links", "memory",
+    "schedule", "time_terms/simulate", "ranks/stages", "timing", "updating", "workload",
 )  # fmt: skip
 """Modules of `shardwise.plan` whose numbers the page shows."""
 
@@ -67,6 +67,9 @@ def tables() -> str:
         "`softmax_host` is read off the 24 such rows of one sweep (-30 % without it, where 842 others are at 0).",
         "`eager` was measured on one node: over several, torchtune and litgpt take torchtitan's numbers, or fsdp1's "
         "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
+        "The Trainer of transformers, and what is built on it, asks after each micro-batch whether its loss is a "
+        "number, for which the host waits (`logging_nan_inf_filter`, since October 2021; not on XLA, nor on Habana): "
+        "its `micro_host` is that of deepspeed, whose loop is the same (six sources nearer, none farther).",
         "`overlap_tensor` of Megatron-Core is between the quarter and the half of what `tp` sends that its backward "
         "pass hides by default (with and without sequences sharded), read off eleven sources; with the switch for more "
         "it is that of Megatron-Bridge's recipes, which set it. "

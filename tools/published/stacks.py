@@ -141,6 +141,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, step=_preset("eager").step, micro_host=_preset("eager").micro_host)
         if not cells.compiled:  # the same blocks as on one device, started by the same loop
             stack = replace(stack, block_host=_preset("eager").block_host, backward_host=_preset("eager").backward_host)
+    if name in TORCH and _looks_at_loss(cells):
+        stack = replace(stack, micro_host=max(stack.micro_host, _preset("deepspeed").micro_host))
     if cells.has(_FORKS) and not cells.noted(r"megatron-lm of"):
         stack = replace(stack, splits_sends=False)  # DeepSpeed's own pipeline
     if engine(cells) == "eager" or cells.has("thunder") or cells.noted(NO_MASTER):
@@ -571,6 +573,19 @@ def _without_sources(cells: Cells) -> str:
     """The row's words; where they name a trainer, without paths, whose names are no code that ran."""
     said = unsourced(cells.text)
     return said if re.search(rf"{_TRAINERS}|{LIBRARIES}", said) else cells.text
+
+
+_OF_TRAINER = r"(hf|transformers|sft|hugging ?face('s)?( transformers)?) ?trainer|\btrl\b|axolotl|llama[- ]?factory"
+"""Words for the Trainer of transformers and what is built on it."""
+LOOKS = 2021.8
+"""Year from which it asks after each micro-batch whether the loss is a number, for which the host waits for the device
+(`logging_nan_inf_filter`, its pull request 13619; 7 % of a run's time by its issue 33693)."""
+
+
+def _looks_at_loss(cells: Cells) -> bool:
+    """Whether a micro-batch starts when the one before is done: on XLA and Habana that is left out."""
+    lazy = re.search(rf"{GAUDI}|{TPU}", cells["gpu"].lower()) or cells.has(_TORCH_XLA)
+    return not lazy and cells.year >= LOOKS and cells.has(_OF_TRAINER)
 
 
 def library(cells: Cells) -> bool:

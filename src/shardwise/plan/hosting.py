@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.hardware.cluster import GIB, Cluster
+from shardwise.plan.costs.hosts import host_rate
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.updating import host_rate
 
 ASSUMED_HOST = 256 * GIB
 """Host memory per device where the cluster does not say."""

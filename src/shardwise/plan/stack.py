@@ -149,6 +149,8 @@ class Stack:
     """Offloaded states include the shards of the weights; False: those stay on the device."""
     offloads_grads: bool = True
     """And the gradients; False: those add up on the device, and are copied for the step."""
+    adds_on_host: bool = False
+    """Of offloaded states gradients add up on the host: see `costs.hosts.moved_bytes`."""
     runs_ahead: float = 0.0
     """Whole activations `[tokens, dim]` that the allocator keeps for streams that have not caught up with the host,
     where collectives run on a stream of their own: see `stalls.held_ahead`."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from shardwise.hardware.cluster import Cluster, Device
 from shardwise.model.ops import Attention, Matmul, Pointwise
 from shardwise.model.profile import Block
+from shardwise.plan.costs.hosts import host_rate, hosted_times
 from shardwise.plan.costs.kernels import TAIL, matmul_time, pointwise_time
 from shardwise.plan.costs.links import Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Plan
@@ -23,11 +24,6 @@ from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack
 from shardwise.plan.workload import OWN_TYPE, STATE_BYTES, Workload
 
-HOST_UPDATE = 0.6
-"""Share of a device's link to the host at which the host's cores update its states: all ranks share that memory."""
-HOST_ALONE = 2.0
-"""Times that rate for a rank that has its host's cores for itself (fairseq's 13 billion offloaded parameters on V100:
-an update takes 29 s alone, and an eighth of it 17 s among eight)."""
 OWN = ("shardwise", "shardwise-cpu")
 """Stacks whose checkpoints and optimizers are this library's: how others save, load and orthogonalize is not known."""
 NOT_ORTHOGONAL = ("embed", "positions", "head")
@@ -155,29 +151,11 @@ def update_bytes(state: float, stack: Stack, precision: str = "bf16") -> float:
     return passes[0] * state + (passes[1] + 2 * stack.scales_grads) * width
 
 
-def host_rate(cluster: Cluster, world: int) -> float:
-    """Bytes per second at which a host updates the states of one of its ranks."""
-    alone = min(cluster.per_node, world) == 1
-    return cluster.host_bandwidth * HOST_UPDATE * (HOST_ALONE if alone else 1.0)
-
-
-def offloaded_bytes(workload: Workload, micro_batches: int, stack: Stack) -> float:
-    """Bytes per parameter that a step moves where its state is on the host.
-
-    Each micro-batch brings the weights for both passes and takes gradients back. Where both stay on the device (neither
-    `Stack.offloads_weights` nor `offloads_grads`: Megatron-Core), a step takes gradients once and brings weights once.
-    """
-    weights, gradients = (workload.packed.width if workload.packed else 4.0), 4 * workload.trained
-    if not stack.offloads_weights and not stack.offloads_grads:
-        return 4 * workload.trained + gradients
-    return (2 * weights + gradients) * micro_batches
-
-
 def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str, float]:
     """Seconds of the optimizer by term, on the rank that takes longest.
 
     `optimizer`: its states, weights and gradients go once through memory, of the host where they are offloaded.
-    `offload`: what then moves (`offloaded_bytes`) beyond what hides.
+    `offload`: what then moves (`costs.hosts.moved_bytes`) beyond what hides.
     `muon`: the iterations of the matrices, of which each rank that shares them makes its part.
     `update-sends`: what the rule sends.
     """
@@ -190,9 +168,9 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
     moved = max(each) * trained
     terms = {"optimizer": moved / (device.bandwidth * device.stream)}
     if plan.offload.state:
-        terms["optimizer"] = moved / host_rate(cluster, plan.world)
-        sent = owned * offloaded_bytes(division.workload, plan.batch.micro_batches, stack)
-        terms["offload"] = sent / cluster.host_bandwidth * (1 - stack.overlap_data)
+        rounds = plan.zero, plan.batch.micro_batches
+        cast, sent = hosted_times(division.workload, rounds, stack, cluster, plan.world)
+        terms = {"optimizer": moved / host_rate(cluster, plan.world) + owned * cast, "offload": owned * sent}
     if stack.name in OWN or plan.world == 1:  # alone, all iterate alike
         terms["muon"], terms["update-sends"] = rule_time(division, cluster, stack)
     return terms

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate, repeat
 from math import inf, log2
 
+from shardwise.plan.costs.hosts import host_rate, hosted_times
 from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.frozen import gather_copied, gathered_share
 from shardwise.plan.memory import states_of
@@ -27,11 +28,9 @@ from shardwise.plan.timing import STRAGGLERS, fixed_time, loss_time, schedule_ti
 from shardwise.plan.updating import (
     OWN,
     RULES,
-    host_rate,
     is_muon,
     matrices,
     newton_schulz_time,
-    offloaded_bytes,
     rule_time,
     state_bytes,
     update_bytes,
@@ -263,8 +262,9 @@ class Bounds(SizeBounds):
         each, every = (update_bytes(state, stack, pipe.core.precision) for state in self._state_bytes)
         traffic = (dense * each + experts * every) * work.trained * self.space.profile.trained
         if pipe.offloaded:
-            sent = (dense + experts) * offloaded_bytes(work, count, stack) * (1 - stack.overlap_data)
-            return traffic / host_rate(cluster, pipe.core.world) + sent / cluster.host_bandwidth
+            # whatever `zero` is: below 3 least moves
+            added = (dense + experts) * sum(hosted_times(work, (0, count), stack, cluster, pipe.core.world))
+            return traffic / host_rate(cluster, pipe.core.world) + added
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
     def _work(self, flow: Flow) -> Work:
