@@ -102,7 +102,9 @@ def passing_of(
             ends = at_inputs[turn] + (running or 3 * stream * stage.given)
             found.append(here._replace(kept=here.kept + ends))
         if point.work == "B" and own:
-            ahead = (division.whole_of(stage.blocks[0]) + division.embedding * stage.first) / division.whole(stages)
+            ahead = (division.whole_of(stage.blocks[0]) + division.embedding * stage.first) / (
+                division.whole(stages) or 1.0
+            )
             made = gradients * max(0.0, parts[turn] - ahead) * (1 - point.begun[turn])
             whole = [n == turn or left for n, left in enumerate(point.whole)]
             end = here._replace(kept=max(0.0, here.kept - kept[turn]) + firsts[turn], gradients=here.gradients + made)

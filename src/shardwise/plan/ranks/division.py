@@ -84,7 +84,7 @@ class Division:
     def parts(self) -> tuple[tuple[float, ...], ...]:
         """Of each rank of the pipeline, the shares that its stages have of its parameters."""
         sizes = [[self.whole([stage]) for stage in stages] for stages in self.ranks]
-        return tuple(tuple(size / sum(each) for size in each) for each in sizes)
+        return tuple(tuple(size / (sum(each) or 1.0) for size in each) for each in sizes)
 
     @cached_property
     def part_left(self) -> float:
