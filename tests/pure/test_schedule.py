@@ -10,7 +10,8 @@ from itertools import product
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.memory_terms.passing import peaks_in_flight
+from shardwise.plan.eager.moments import moments_of
+from shardwise.plan.memory_terms.flights import beside_gradients, peaks_in_flight, whole_backwards
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE
 from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.schedule import ActionTable, actions, in_flight
@@ -197,6 +198,26 @@ def test_what_the_planner_takes_to_be_in_flight_is_in_the_table(kind: str) -> No
     assert len(counts) > 12
     for shape in ((4, stages, count) for count in counts):
         assert peaks_in_flight(kind, shape) == tuple(rank.peaks for rank in in_flight(actions(kind, *shape))), shape
+
+
+def test_gradients_come_with_the_first_backward_pass_of_their_stage() -> None:
+    """Of the schedules whose moments are written down, as their tables have them; and what bounds of memory hold to."""
+    for kind, shape in product(("gpipe", "1f1b", "looped-bfs"), [(4, 1, 4), (4, 1, 5), (4, 1, 9)]):
+        for rank, row in enumerate(moments_of(kind, *shape)):
+            table = {(each.turn, each.alive, each.begun, each.whole) for each in row if each.work == "B"}
+            found = whole_backwards(kind, shape, rank)
+            assert set(found) <= table, (kind, shape, rank)
+            for turn, alive, begun, whole in table:  # none of the table's is above all of these
+                assert any((one[0], *one[2:]) == (turn, begun, whole) and one[1] >= alive for one in found), (
+                    kind,
+                    shape,
+                    rank,
+                )
+    assert whole_backwards("looped-bfs", (2, 2, 4), 0)[-1] == (1, (4, 3), (False, True), (False, True))
+    assert beside_gradients("1f1b", (4, 1, 9), 0) is None
+    assert beside_gradients("zero-bubble", (2, 2, 2), 1) == ()
+    assert beside_gradients("gpipe", (4, 1, 9), 0) == (((8,), (True,)),)
+    assert beside_gradients("1f1b", (4, 1, 4), 0) == (((3,), (True,)),)
 
 
 def test_in_flight_by_hand() -> None:

@@ -13,10 +13,11 @@ from functools import partial
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
 from shardwise.plan.eager.rank import eager_rank
-from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
+from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole
 from shardwise.plan.memory_terms.around import copied, outside_step
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
 from shardwise.plan.memory_terms.holding import (
+    frees_last,
     given_back,
     held_apart,
     held_freed,
@@ -26,12 +27,10 @@ from shardwise.plan.memory_terms.holding import (
     sent_before,
 )
 from shardwise.plan.memory_terms.passing import (
-    activations_of,
     beside_buckets,
     block_bytes,
-    logits_of,
+    passing_of,
     reduced_last,
-    working_of,
 )
 from shardwise.plan.messages.data import held_sums, reduce_width
 from shardwise.plan.plan import Plan
@@ -228,24 +227,22 @@ def _rank_memory(
         return _largest(rank, moments)
     gradients = states.pop("gradients")
     block = block_bytes(division, stages, stack) + kept_on(division, stages)
-    alive, again, sent, fresh, divided = activations_of(division, rank, stages, stack)
-    held = {**states, "gathered": gathered_of(division, stages, stack), "buffers": sent}
-    working = working_of(division, stages, stack) + whole_again(division, stages)
-    loss, freed = {**held, "activations": alive + again, "working": working}, 0.0  # of the block behind it
-    logits = logits_of(division, stack) if any(stage.last for stage in stages) else 0.0
-    ends = divided > logits
-    if max(logits, divided) > again + working:
-        loss, freed = {**held, "activations": alive + divided * ends, "logits": logits * (not ends)}, again * (not ends)
-    if frees_last(stack):
-        loss["gathered"] = gathered_of(division, stages, stack, goes_back=False)
-    backward = {**held, "gradients": gradients, "activations": block, "working": working}
+    there = gradients * (accumulates_whole(plan, stack) or not (plan.offload.state and stack.name in OWN))
+    most, running = passing_of(division, rank, stages, there, stack)
+    held = {**states, "gathered": gathered_of(division, stages, stack), "buffers": most.sent}
+    loss = {**held, "activations": most.kept + most.again, "working": most.working, "logits": most.logits}
+    loss["gathered"] = gathered_of(division, stages, stack, goes_back=not frees_last(stack)) + most.gathered
+    backward = {**held, "activations": block, "working": running.working, "buffers": running.sent}
     sent, backward["gradients"] = sending(division, stages, gradients, stack)
-    backward["gathered"] += sent
+    backward["gathered"] += sent + running.gathered
     backward |= given_back(division, stages, gradients, stack)
     buffered = stack.master and not stack.copies_grads  # in buffers that stay
-    if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
-        loss["gradients"], loss["gathered"] = gradients + fresh, loss["gathered"] + sent_before(division, stack)
-        backward["activations"] = max(alive + again, block)
+    several = plan.batch.micro_batches > 1 or (plan.axes.pp > 1 and stack.name in OWN)  # which passes go back apart
+    if buffered or stack.zeroes_grads or several:  # gradients are there before it
+        loss["gradients"] = most.gradients + most.fresh
+        loss["gathered"] += sent_before(division, stack)
+        begins = running.kept + running.again, backward["gradients"] - gradients + running.gradients
+        backward["activations"], backward["gradients"] = max(begins, (block, backward["gradients"]), key=sum)
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
     if stack.name in OWN:
@@ -256,23 +253,25 @@ def _rank_memory(
         stepped = states["master"] + compute_width(plan) * (division.owned if plan.zero else division.whole)(stages)
     update = {**states, "gradients": stepped, "temporary": spike + at_once(division, stages, stack)}
     if stack.name in OWN and is_replicated(plan):
-        loss["gradients"], backward["gradients"], update["gradients"] = beside_buckets(plan, gradients)
+        ahead = most.gradients, backward["gradients"]
+        loss["gradients"], backward["gradients"], update["gradients"] = beside_buckets(plan, gradients, ahead)
     phases = {"loss": loss, "backward": backward, "update": update}
-    units = of_units(division, stages, {**states, "activations": alive}, gradients, stack)
+    units = of_units(division, stages, {**states, "activations": running.kept}, gradients, stack)
     for name, terms in (*units.items(), *reduced_last(division, stages, states, gradients, stack).items()):
         phases[name] = max(phases[name], dict(terms), key=lambda each: sum(each.values()))
     if plan.offload.state:
-        whole = gradients if accumulates_whole(plan, stack) else 0.0
         for name, terms in phases.items():
             rest = _without_states(terms, stack)
-            phases[name] = {"gradients": whole * (name != "update")} | rest if stack.offloads_grads else rest
+            adds_up = terms.get("gradients", 0.0) * (name != "update" and accumulates_whole(plan, stack))
+            phases[name] = {"gradients": adds_up} | rest if stack.offloads_grads else rest
     elif stack.name in OWN and not stack.fused and any(block.courses for block in division.profile.blocks):
         whole_states = states_of(division, stages, replace(stack, eager=True))
         for name, terms in eager_rank(division, rank, stages, {**states, **whole_states}, gloo=False).items():
             if sum(terms.values()) > sum(phases.get(name, {}).values()):
                 phases[name] = dict(terms)  # of a module whose own forward was followed, moment by moment
     largest, sums = _largest(rank, phases)
-    return replace(largest, freed=max(0.0, sums["loss"] + freed - sums[largest.phase])), sums
+    left = sums["loss"] + (running.again if most.logits else 0.0)
+    return replace(largest, freed=max(0.0, left - sums[largest.phase])), sums
 
 
 def offloaded_of(division: Division, stack: Stack) -> tuple[float, ...]:
@@ -349,11 +348,6 @@ def accumulates_whole(plan: Plan, stack: Stack) -> bool:
 def _spares(plan: Plan, stack: Stack) -> bool:
     """Whether a gradient in the compute dtype lives beside the accumulated one."""
     return stack.spare_grads and (plan.axes.data > 1 or not stack.bucket_grads)
-
-
-def frees_last(stack: Stack) -> bool:
-    """Whether no gradient of a block counts at the loss: what is outside of blocks is gathered there, as one unit."""
-    return stack.one_root and stack.keeps_shards
 
 
 def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack, *, goes_back: bool = True) -> float:

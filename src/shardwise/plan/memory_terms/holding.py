@@ -108,6 +108,11 @@ def gathered_width(division: Division, stages: tuple[Stage, ...]) -> float:
     return held_width(division, stages, compute_width(division.plan)) * copies
 
 
+def frees_last(stack: Stack) -> bool:
+    """Whether no gradient of a block counts at the loss: what is outside of blocks is gathered there, as one unit."""
+    return stack.one_root and stack.keeps_shards
+
+
 def gives_back(plan: Plan, stack: Stack) -> bool:
     """Whether weights that were gathered whole, and that nobody shares, go while gradients come in the only pass."""
     alone = plan.axes.pp == 1 and plan.zero == 0 and plan.batch.micro_batches == 1

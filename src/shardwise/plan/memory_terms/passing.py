@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
 from shardwise.plan.eager.kernels import deferred_in, local_of
 from shardwise.plan.eager.moments import Moment, moments_of
+from shardwise.plan.frozen import whole_again
+from shardwise.plan.memory_terms.flights import few_rounds, peaks_in_flight, whole_backwards
 from shardwise.plan.memory_terms.holding import gathered_width
 from shardwise.plan.messages.data import reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import (
+    Saving,
     again_in,
     compute_width,
     is_recomputed,
@@ -24,69 +26,154 @@ from shardwise.plan.ranks.activations import (
 from shardwise.plan.ranks.division import Division
 from shardwise.plan.ranks.engines import uses_fully_shard
 from shardwise.plan.ranks.stages import Stage
-from shardwise.plan.rows.pipeline import micro_batches_fit
-from shardwise.plan.schedule import actions, in_flight, warmup
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import OWN
 
 
 class Passing(NamedTuple):
-    """Bytes on a rank at the moment of a step at which these are most."""
+    """Bytes on a rank at a moment of a step."""
 
     kept: float
     """By all micro-batches in flight."""
-    again: float
-    """By one block that is computed again."""
-    sent: float
+    sent: float = 0.0
     """Messages of a pipeline: received, or sent and held."""
-    fresh: float
+    fresh: float = 0.0
     """Gradients that wait to be added up: a part of a backward pass that is for weights alone adds none."""
-    divided: float
-    """What is beside all these when a backward pass has come to its inputs, whose weights wait: no operator runs."""
+    gradients: float = 0.0
+    """Those that weights have."""
+    again: float = 0.0
+    """By one block that is computed again."""
+    working: float = 0.0
+    """By an operator at work."""
+    gathered: float = 0.0
+    """Weights that a backward pass has left whole, which the next forward pass of their stage shards again."""
+    logits: float = 0.0
+    """At the loss."""
 
 
-def activations_of(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> Passing:
-    """What a rank holds of its micro-batches."""
+class _Point(NamedTuple):
+    """A moment of a rank's schedule, with a number for each of its stages."""
+
+    work: str
+    turn: int
+    """Which of them is at work."""
+    alive: Sequence[int]
+    pending: Sequence[int]
+    fresh: Sequence[bool]
+    begun: Sequence[bool]
+    """Whose weights have gradients."""
+    whole: Sequence[bool]
+    """Whose weights a backward pass has left whole."""
+    come: float
+    """Elements per token that the rank received, or has asked for, and has not used."""
+
+
+def passing_of(
+    division: Division, rank: int, stages: tuple[Stage, ...], gradients: float, stack: Stack
+) -> tuple[Passing, Passing]:
+    """What a rank holds of its micro-batches, and of so many bytes of gradients: at most, and beside a block at work.
+
+    Where a backward pass has come to its inputs, whose weights wait, no operator runs. Weights of a pipeline have
+    gradients from the first backward pass of their stage on, at whose end the first block is left, and what it kept.
+    """
+    plan, tokens, own = division.plan, division.tokens, stack.name in OWN and division.plan.axes.pp > 1
+    how, recomputes = division.saving(stack), plan.recompute.mode != "none"
+    again = max(again_in(stage, plan, how) for stage in stages) * tokens if recomputes else 0.0
+    working = working_of(division, stages, stack) + whole_again(division, stages)
+    kept, firsts = ([size(stage, plan, how) * tokens for stage in stages] for size in (kept_in, _kept_first))
+    parts = division.parts[rank]
+    new = [fresh_gradients(division, stage) * (gradients > 0) for stage in stages]
+    logits, stream = logits_of(division, stack), tokens * compute_width(plan)
+    running, at_inputs = (again + working) * recomputes, [behind_inputs(division, stage) for stage in stages]
+    found, at_work = [], []
+    for point in _points(plan, rank, stages, own=own):
+        turn, stage = point.turn, stages[point.turn]
+        waits, sent = in_line(division, stages, point.alive, point.pending) if own else (0.0, 0.0)
+        here = Passing(
+            kept=_moved(sum(map(mul, point.alive, kept)) + waits * tokens, division, stages, stack),
+            sent=(sent + point.come * compute_width(plan)) * tokens,
+            fresh=sum(map(mul, point.fresh, new)),
+            gradients=gradients * (sum(map(mul, point.begun, parts)) if own else 1.0),
+            gathered=left_whole(division, stages, point.whole, turn) if own else 0.0,
+        )
+        at_work.append(here._replace(again=again, working=working))
+        if stage.last:
+            found.append(here._replace(logits=logits))
+        if point.work == "I":
+            ends = at_inputs[turn] + (running or 3 * stream * stage.given)
+            found.append(here._replace(kept=here.kept + ends))
+        if point.work == "B" and own:
+            ahead = (division.whole_of(stage.blocks[0]) + division.embedding * stage.first) / (
+                division.whole(stages) or 1.0
+            )
+            made = gradients * max(0.0, parts[turn] - ahead) * (1 - point.begun[turn])
+            whole = [n == turn or left for n, left in enumerate(point.whole)]
+            end = here._replace(kept=max(0.0, here.kept - kept[turn]) + firsts[turn], gradients=here.gradients + made)
+            end = end._replace(gathered=left_whole(division, stages, whole, turn))
+            at_work.append(end._replace(again=again, working=working))
+    return max((*at_work, *found), key=sum), max(at_work, key=sum)
+
+
+def left_whole(division: Division, stages: Sequence[Stage], whole: Sequence[int], turn: int) -> float:
+    """Bytes of the weights of blocks in stages that are `whole`, beyond a block and those ahead of it at a turn."""
     plan = division.plan
-    how = division.saving(stack)
-    recomputes = plan.recompute.mode != "none"
-    again = max(again_in(stage, plan, how) for stage in stages) * division.tokens if recomputes else 0.0
-    kept = [kept_in(stage, plan, how) for stage in stages]
-    shape, none = (plan.axes.pp, len(stages), plan.batch.micro_batches), (0,) * len(stages)
-    own, new = stack.name in OWN and plan.axes.pp > 1, [fresh_gradients(division, stage) for stage in stages]
-    moments: list[tuple[Sequence[int], Sequence[int], Sequence[int], float]] = [((1,), none, none, 0.0)]
-    seen: Sequence[Moment] = ()
+    if not (uses_fully_shard(plan) and plan.reshards):
+        return 0.0
+    sizes = [[division.whole_of(block) for block in stage.blocks] for stage in stages]
+    here = max((size for each in sizes for size in each), default=0.0) * (1 + plan.communication.prefetch) * whole[turn]
+    there = sum(sum(each) for each, left in zip(sizes, whole, strict=True) if left)
+    return max(0.0, there - here) * compute_width(plan)
+
+
+def _moved(kept: float, division: Division, stages: Sequence[Stage], stack: Stack) -> float:
+    """Those of so many kept bytes on the device: of what moves to the host, what two blocks keep is here."""
+    plan, how = division.plan, division.saving(stack)
+    if not plan.offload.activations:
+        return kept
+    blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
+    moving = 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks) * division.tokens
+    return min(kept, max((1 - stack.offloads_blocks) * kept, moving))
+
+
+def _kept_first(stage: Stage, plan: Plan, how: Saving) -> float:
+    """Bytes per token that a stage's first block keeps."""
+    return kept_bytes(stage.blocks[0], stage.start, plan, how) if stage.blocks else 0.0
+
+
+def _points(plan: Plan, rank: int, stages: Sequence[Stage], *, own: bool) -> Iterator[_Point]:
+    """Moments of a rank that may be the worst."""
+    shape, turns = (plan.axes.pp, len(stages), plan.batch.micro_batches), range(len(stages))
+    none, every, no = (0,) * len(stages), (1,) * len(stages), (False,) * len(stages)
+    ends = [n for n in turns if stages[n].last] or [0]
     if own and plan.schedule.kind in ZERO_BUBBLE:
-        seen = [each for each in moments_of(plan.schedule.kind, *few_rounds(*shape))[rank] if each.work in "BI"]
-        moments = [(each.alive, each.pending, _fresh(each, plan), in_flight_at(stages, each)) for each in seen]
-    elif plan.axes.pp > 1:
-        come = received(stages, plan) if own else 0.0
-        moments = [(alive, none, none, come) for alive in peaks_in_flight(plan.schedule.kind, shape)[rank]]
-
-    def at(alive: Sequence[int], pending: Sequence[int], fresh: Sequence[int], come: float) -> tuple[float, ...]:
-        waits, sent = in_line(division, stages, alive, pending) if own else (0.0, 0.0)
-        inner = (sum(map(mul, alive, kept)) + waits) * division.tokens
-        return inner, (sent + come * compute_width(plan)) * division.tokens, sum(map(mul, fresh, new))
-
-    worst, sent, waits = max((at(*moment) for moment in moments), key=sum)
-    running, stream = (again + working_of(division, stages, stack)) * recomputes, division.tokens * compute_width(plan)
-    inputs = [behind_inputs(division, stage) for stage in stages]
-    ends = (
-        sum(at(*moment)) + inputs[each.turn] + (running or 3 * stream * stages[each.turn].given)
-        for moment, each in zip(moments, seen, strict=False)
-        if each.work == "I"
-    )
-    divided = max(ends, default=0.0) - worst - sent - waits
-    if plan.offload.activations:  # of those that move, what the block at work and the one ahead of it keep is here
-        blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
-        moving = 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks) * division.tokens
-        worst = min(worst, max((1 - stack.offloads_blocks) * worst, moving))
-    return Passing(worst, again, sent, waits, divided)
+        for each in moments_of(plan.schedule.kind, *few_rounds(*shape))[rank]:
+            if each.work in "BI":
+                come, made = in_flight_at(stages, each), (_fresh(each, plan, stages), _begun(each, plan))
+                yield _Point(each.work, each.turn, each.alive, each.pending, *made, each.whole, come)
+    elif own:
+        come = received(stages, plan)
+        for turn, alive, begun, whole in whole_backwards(plan.schedule.kind, shape, rank):
+            yield _Point("B", turn, alive, none, no, begun, whole, come)
+    else:
+        peaks = peaks_in_flight(plan.schedule.kind, shape)[rank] if plan.axes.pp > 1 else (every,)
+        yield from (_Point("B", ends[0], alive, none, no, no, no, 0.0) for alive in peaks)
 
 
-def _fresh(moment: Moment, plan: Plan) -> Sequence[int]:
-    """Of each stage, whether gradients wait to be added up: of recomputed blocks all are made at once."""
-    return [int(count > 0) for count in moment.reached] if plan.recompute.mode == "blocks" else moment.fresh
+def _begun(moment: Moment, plan: Plan) -> list[bool]:
+    """Of each stage, whether weights have gradients in the type in which they are added up."""
+    later, at_once = adds_in_another_type(plan), plan.recompute.mode == "blocks"
+    made = zip(moment.added if later else moment.begun, moment.reached, strict=True)
+    return [added or (at_once and count > later) for added, count in made]
+
+
+def _fresh(moment: Moment, plan: Plan, stages: Sequence[Stage]) -> Sequence[bool]:
+    """Of each stage, whether gradients wait to be added up: of recomputed blocks all are made at once.
+
+    The first one's backward passes are in one piece, behind which they are.
+    """
+    if plan.recompute.mode != "blocks":
+        return moment.fresh
+    return [count > 0 and not stage.first for count, stage in zip(moment.reached, stages, strict=True)]
 
 
 def in_flight_at(stages: Sequence[Stage], moment: Moment) -> float:
@@ -139,30 +226,6 @@ def working_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> f
     return max((working_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
 
 
-@lru_cache(maxsize=4096)
-def peaks_in_flight(kind: str, shape: tuple[int, int, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Per rank, the moments that may be the worst: micro-batches in flight for each of its stages.
-
-    `shape`: ranks, stages per rank, micro-batches. More micro-batches than a few rounds change nothing but for the
-    schedules that keep all.
-    """
-    ranks, turns, count = shape
-    if kind in ("gpipe", "looped-bfs"):
-        return (((count,) * turns,),) * ranks
-    if kind == "1f1b":
-        return tuple(((min(count, ranks - rank),),) for rank in range(ranks))
-    if kind == "interleaved" and not micro_batches_fit(kind, ranks, count):  # torch refuses it; others may not
-        whole = (ranks, turns, count - count % ranks)
-        most = [warmup(rank, whole, 2) + 1 for rank in range(ranks)]
-        return tuple(((-(-alive // turns),) * turns,) for alive in most)
-    return tuple(rank.peaks for rank in in_flight(actions(kind, *few_rounds(*shape))))
-
-
-def few_rounds(ranks: int, turns: int, count: int) -> tuple[int, int, int]:
-    """The same with micro-batches of four rounds at most, each as long as the plan's."""
-    return ranks, turns, count if count < 5 * ranks else 4 * (count // (count // ranks))
-
-
 def in_line(
     division: Division, stages: Sequence[Stage], alive: Sequence[int], pending: Sequence[int]
 ) -> tuple[float, float]:
@@ -198,19 +261,25 @@ def waiting_gradients(division: Division, stage: Stage) -> float:
 def fresh_gradients(division: Division, stage: Stage) -> float:
     """Bytes of a stage's gradients of a micro-batch, where they are made in another type than they are added up in."""
     plan = division.plan
-    if not uses_fully_shard(plan) or reduce_type(plan) == plan.precision.removesuffix("-pure"):
+    if not adds_in_another_type(plan):
         return 0.0
     return division.whole([stage]) * division.trained_share([stage]) * compute_width(plan)
 
 
-def beside_buckets(plan: Plan, gradients: float) -> tuple[float, float, float]:
+def adds_in_another_type(plan: Plan) -> bool:
+    """Whether gradients are added up in another type than they are made in."""
+    return uses_fully_shard(plan) and reduce_type(plan) != plan.precision.removesuffix("-pure")
+
+
+def beside_buckets(plan: Plan, gradients: float, ahead: tuple[float, float]) -> tuple[float, float, float]:
     """Bytes of gradients at the loss, in the backward pass and at the update, where DDP sums them in its buckets.
 
     These stay from step to step. What micro-batches before the last one add up lies beside them, and so does every
-    gradient that is no view of its bucket.
+    gradient that is no view of its bucket. `ahead`: bytes that weights have at the first two.
     """
-    several, apart = plan.batch.micro_batches > 1, not plan.communication.bucket_view
-    return gradients * (1 + several), gradients * (1 + (several or apart)), gradients * (1 + apart)
+    several, apart = plan.batch.micro_batches > 1, gradients * (not plan.communication.bucket_view)
+    loss, backward = (gradients + each * several for each in ahead)
+    return loss, max(backward, gradients + apart), gradients + apart
 
 
 def reduced_last(

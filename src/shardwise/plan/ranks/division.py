@@ -81,6 +81,12 @@ class Division:
         return axes.dp_shard * axes.cp if self.plan.zero else 1
 
     @cached_property
+    def parts(self) -> tuple[tuple[float, ...], ...]:
+        """Of each rank of the pipeline, the shares that its stages have of its parameters."""
+        sizes = [[self.whole([stage]) for stage in stages] for stages in self.ranks]
+        return tuple(tuple(size / (sum(each) or 1.0) for size in each) for each in sizes)
+
+    @cached_property
     def part_left(self) -> float:
         """Of a block's gathered weights, what stays from its forward to its backward pass: `reshard=2` leaves half."""
         dial = self.plan.communication.reshard_after_forward

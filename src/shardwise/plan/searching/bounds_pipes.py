@@ -10,9 +10,11 @@ from typing import NamedTuple
 from shardwise.plan.plan import Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.searching.bounds import Bounds
-from shardwise.plan.searching.bounds_sizes import Floor, SpreadsOf, cut_as
-from shardwise.plan.searching.bounds_work import Flight
+from shardwise.plan.searching.bounds_sizes import SpreadsOf
+from shardwise.plan.searching.bounds_work import Flight, Floor
 from shardwise.plan.searching.families import Core, Flow, Pipe
+from shardwise.plan.searching.keys import cut_as
+from shardwise.plan.updating import OWN
 
 
 class Unit(NamedTuple):
@@ -72,8 +74,12 @@ class PipeSizes:
         if key not in self._grounds:
             self._grounds[key] = grounds = []
             for schedule, _ in self._flights_of(pipe):
-                ranks = self.bounds.telling(pipe, schedule)
-                grounds.append((ranks, self.bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks)))
+                ranks, adds = (
+                    self.bounds.telling(pipe, schedule),
+                    pipe.pp == 1 or self.bounds.space.stack.name not in OWN,
+                )
+                filled = tuple((rank, adds) for rank in ranks)  # GPipe may be among the schedules, which adds to none
+                grounds.append((ranks, self.bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), filled)))
         return self._grounds[key]
 
     def of_pipe(self, pipe: Pipe, policy: int | None = None) -> float:

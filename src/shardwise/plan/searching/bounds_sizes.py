@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from operator import add, itemgetter, le
+from operator import add, itemgetter, mul
 
 from shardwise.model.profile import Block
 from shardwise.plan.eager.kernels import inputs_of, sent_by
 from shardwise.plan.hosting import on_node
-from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, frees_last, gathered_of, offloaded_of, states_of
+from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of, offloaded_of, states_of
 from shardwise.plan.memory_terms.around import outside_step
-from shardwise.plan.memory_terms.holding import least_gathered, sending
-from shardwise.plan.plan import V_SHAPED, Axes, Batch, Plan, Recompute, Schedule
+from shardwise.plan.memory_terms.flights import beside_gradients
+from shardwise.plan.memory_terms.holding import frees_last, least_gathered, sending
+from shardwise.plan.plan import Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.ranks.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.ranks.division import Division
 from shardwise.plan.schedule import after_warmup
-from shardwise.plan.searching.bounds_work import Cut, Flight, Upto, Work, work_of
+from shardwise.plan.searching.bounds_work import Cut, Flight, Floor, Upto, Work, lowest, work_of
 from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
+from shardwise.plan.searching.keys import cut_as, flow_as, kept_as, states_as
 from shardwise.plan.searching.space import Space
 from shardwise.plan.updating import OWN
 
@@ -29,9 +31,10 @@ Kept = tuple[tuple[int, float, float, float, float], ...]
 """Of some pipeline ranks: the rank, bytes of micro-batches in flight, of a block that is computed again beside them, of
 what is there at the loss beside them (logits, or that block behind it), of its largest block in full."""
 SpreadsOf = Callable[[Pipe], list[Spread]]
-Floor = tuple[float, ...]
-"""States of a spread: bytes of each rank of a `Kept` in the loss, with what gradients are there before the first
-backward pass; then of each in that pass."""
+Filled = tuple[tuple[int, bool], ...]
+"""Ranks, each with whether its gradients lie beside all micro-batches that it keeps at once."""
+Passes = tuple[tuple[float, Sequence[bool]], ...]
+"""When backward passes begin: bytes that micro-batches keep, and for each stage whether its gradients are there."""
 KeptBytes = tuple[list[Upto], list[list[float]], list[float]]
 """Bytes per token of a micro-batch: by policy, kept up to each block, and of it; and distinct blocks in full."""
 
@@ -58,6 +61,7 @@ class SizeBounds:
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
     _floors_alike: dict[tuple[object, ...], Floor] = field(default_factory=dict)
     _hosted: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _passes: dict[tuple[object, ...], Passes] = field(default_factory=dict)
     _around: dict[tuple[object, ...], float] = field(default_factory=dict)
     _of_batch: dict[tuple[object, ...], float] = field(default_factory=dict)
     _telling: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
@@ -114,7 +118,7 @@ class SizeBounds:
 
     def core_size(self, core: Core) -> float:
         """Below all its plans' device memory: the largest block, or the last rank's logits."""
-        key = (core.loss, core.samples, core.cp, *_kept_as(core))
+        key = (core.loss, core.samples, core.cp, *kept_as(core))
         if key not in self._core_sizes:
             blocks = [size * self.tokens(core) for size in self._full(core).values()]
             self._core_sizes[key] = self.on_device(max(*blocks, self.logits(core)))
@@ -133,10 +137,7 @@ class SizeBounds:
 
     def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
         """Bytes of micro-batches in flight on the `telling` ranks; `every_rank`: also where they are most of all."""
-        pipe, core = flow.pipe, flow.pipe.core
-        # how context is exchanged changes no size, so its kinds share theirs
-        sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision, core.float8)
-        key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload, every_rank)
+        pipe, key = flow.pipe, (*flow_as(flow), every_rank)
         if key not in self._sizes:
             ranks = self.telling(pipe, flow.schedule)
             found = self._flow_size(flow, range(pipe.pp) if every_rank else ranks)
@@ -209,8 +210,13 @@ class SizeBounds:
                 held = 0.0
                 once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
                 gradients *= once and self.space.stack.keeps_shards
-            both = gradients + (size + again if accumulates else block)
-            loss = size + beside + gradients if accumulates else size + beside
+            there = accumulates and self.beside(flow, rank) is None
+            both = gradients + (size + again if there else block)
+            if accumulates and not there:
+                passes = self.passes(flow, rank)
+                shares = self.division(flow, spread).parts[rank]
+                both = max((both, *(kept + again + gradients * sum(map(mul, made, shares)) for kept, made in passes)))
+            loss = size + beside + gradients * there
             most = max(most, held + gathered + max(loss, both) + self.of_batch(flow, spread, rank))
         if self.space.stack.eager:
             most = max(most, *(self.around(flow, spread, rank) for rank, *_ in kept))
@@ -237,13 +243,11 @@ class SizeBounds:
         `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`.
         """
         sizes = [size + beside for _, size, _, beside, _ in kept] + [block for *_, block in kept]
-        ranks = tuple(rank for rank, *_ in kept)
+        ranks = tuple((rank, self.beside(flow, rank) is None) for rank, *_ in kept)
         floors = self.floors_of(flow, spreads, refused, ranks)
         return self.on_device(min((max(map(add, sizes, floor)) for floor in floors), default=math.inf))
 
-    def floors_of(
-        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...]
-    ) -> list[Floor]:
+    def floors_of(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: Filled) -> list[Floor]:
         """Of each `zero`, the spread with most shards, which keeps least; none that the host has no room for.
 
         And the one whose single shard is not gathered, if there is. Of them, those that no other is below.
@@ -258,30 +262,49 @@ class SizeBounds:
                     single = spread.dp_shard * core.cp == 1
                     most = ends.get((spread.zero, single), spread)
                     ends[spread.zero, single] = max(most, spread, key=lambda each: each.dp_shard)
-            self._floors[key] = _lowest(
+            self._floors[key] = lowest(
                 self._floor(flow, spread, ranks)
                 for spread in ends.values()
                 if not pipe.offloaded or self.hosted(flow, spread) <= self.host
             )
         return self._floors[key]
 
-    def _floor(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> Floor:
+    def beside(self, flow: Flow, rank: int) -> tuple[tuple[Sequence[int], Sequence[bool]], ...] | None:
+        """`beside_gradients` of a rank; None: all are there beside as much as `flow_size` has."""
+        pipe, schedule = flow.pipe, flow.schedule
+        if pipe.pp == 1 or self.space.stack.name not in OWN:
+            return None
+        return beside_gradients(schedule.kind, (pipe.pp, schedule.stages, pipe.micro_batches), rank)
+
+    def passes(self, flow: Flow, rank: int) -> Passes:
+        """The same, in bytes."""
+        key = (*flow_as(flow), rank)
+        if key not in self._passes:
+            core, cut = flow.pipe.core, self.cut(flow.pipe.pp, flow.schedule)[rank]
+            self._passes[key] = tuple(
+                (self.kept_by(core, flow.policy, cut, (tuple(alive), flow.offload))[0] * self.tokens(core), made)
+                for alive, made in self.beside(flow, rank) or ()
+            )
+        return self._passes[key]
+
+    def _floor(self, flow: Flow, spread: Spread, ranks: Filled) -> Floor:
         core, pipe, eager = flow.pipe.core, flow.pipe, self.space.stack.eager
         key = (states_as(flow, spread), ranks, pipe.offloaded, (core.cp, pipe.data) if eager else ())
         if key not in self._floors_alike:
             self._floors_alike[key] = self._floor_of(flow, spread, ranks)
         return self._floors_alike[key]
 
-    def _floor_of(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> Floor:
-        pipe, tables = flow.pipe, [self.states(flow, spread, rank) for rank in ranks]
-        waiting = [self.of_batch(flow, spread, rank) for rank in ranks]
+    def _floor_of(self, flow: Flow, spread: Spread, ranks: Filled) -> Floor:
+        pipe, tables = flow.pipe, [self.states(flow, spread, rank) for rank, _ in ranks]
+        waiting = [self.of_batch(flow, spread, rank) for rank, _ in ranks]
         tables = [(held, grads, ahead + more) for (held, grads, ahead), more in zip(tables, waiting, strict=True)]
         several = pipe.micro_batches > 1
         if pipe.offloaded:
             once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pipe.pp > 1)  # `accumulates_whole`
-            return tuple(grads * once + ahead for _, grads, ahead in tables) * 2
+            tables = [(0.0, grads * once, ahead) for _, grads, ahead in tables]
         accumulates = several or self.space.stack.master
-        return tuple(held + grads * part + ahead for part in (accumulates, 1) for held, grads, ahead in tables)
+        parts = [accumulates and adds for _, adds in ranks] + [True] * len(ranks)
+        return tuple(held + grads * part + ahead for part, (held, grads, ahead) in zip(parts, tables * 2, strict=True))
 
     def hosted(self, flow: Flow, spread: Spread) -> float:
         """Below the bytes of host memory for each device that the states of such plans take, where they are there."""
@@ -346,7 +369,7 @@ class SizeBounds:
 
     def _kept(self, core: Core) -> KeptBytes:
         if core not in self._saved:
-            key = _kept_as(core)
+            key = kept_as(core)
             if key not in self._shared_kept:
                 self._shared_kept[key] = self._bytes_kept(core)
             self._saved[core] = self._shared_kept[key]
@@ -371,30 +394,3 @@ class SizeBounds:
     def _full(self, core: Core) -> dict[int, float]:
         """Bytes per token that each distinct block keeps of a micro-batch, by its `id`."""
         return {id(block): saved_bytes(block, self.space.saving(core)) for block, _ in self._blocks}
-
-
-def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
-    """What decides on the states of a spread."""
-    pipe, core = flow.pipe, flow.pipe.core
-    shards = spread.dp_shard * core.cp if spread.zero else 1
-    kinds = core.tp, core.ep, core.precision, shards, spread.zero
-    return *kinds, pipe.data * core.cp > 1, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
-
-
-def cut_as(schedule: Schedule) -> tuple[int, bool]:
-    """What a schedule decides of where stages lie."""
-    return schedule.stages, schedule.kind in V_SHAPED
-
-
-def _lowest(floors: Iterable[Floor]) -> list[Floor]:
-    """Without those that another is nowhere above."""
-    found: list[Floor] = []
-    for floor in dict.fromkeys(floors):
-        if not any(all(map(le, other, floor)) for other in found):
-            found = [other for other in found if not all(map(le, floor, other))] + [floor]
-    return found
-
-
-def _kept_as(core: Core) -> tuple[object, ...]:
-    """What decides on the bytes per token that a core's blocks keep."""
-    return core.tp, core.cp > 1, core.sequence, core.precision, core.float8

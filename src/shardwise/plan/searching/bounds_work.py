@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import le
 from typing import NamedTuple
 
 from shardwise.model.profile import Block
@@ -23,6 +24,9 @@ Flight = tuple[tuple[int, ...], bool]
 """Micro-batches in flight on each stage of a rank; whether what they keep is offloaded."""
 Cut = tuple[list[tuple[int, int]], bool, frozenset[int]]
 """First and end of each stage of a rank, whether it holds the head, and the numbers of its distinct blocks."""
+Floor = tuple[float, ...]
+"""States of a spread: bytes of each of some ranks in the loss, with what gradients are there before the first
+backward pass; then of each in that pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,3 +144,12 @@ def stage_costs(work: Work, again: Upto, marks: Sequence[bool], cut: Iterable[Cu
     repeated, lazy = of_stages(again, 0.0), of_stages(grads, work.head_weight)
     rows = zip(forward, both, repeated, lazy, strict=True)
     return Costs.of_stages(forward, [max(0.0, all_ + more - ahead - late) for ahead, all_, more, late in rows], lazy)
+
+
+def lowest(floors: Iterable[Floor]) -> list[Floor]:
+    """Without those that another is nowhere above."""
+    found: list[Floor] = []
+    for floor in dict.fromkeys(floors):
+        if not any(all(map(le, other, floor)) for other in found):
+            found = [other for other in found if not all(map(le, floor, other))] + [floor]
+    return found
