@@ -216,8 +216,8 @@ def test_gradients_come_with_the_first_backward_pass_of_their_stage() -> None:
     assert whole_backwards("looped-bfs", (2, 2, 4), 0)[-1] == (1, (4, 3), (False, True), (False, True))
     assert beside_gradients("1f1b", (4, 1, 9), 0) is None
     assert beside_gradients("zero-bubble", (2, 2, 2), 1) == ()
-    assert beside_gradients("gpipe", (4, 1, 9), 0) == (((8,), (True,)),)
-    assert beside_gradients("1f1b", (4, 1, 4), 0) == (((3,), (True,)),)
+    assert beside_gradients("gpipe", (4, 1, 9), 0) == ((0, (8,), (0,), (True,)),)
+    assert beside_gradients("1f1b", (4, 1, 4), 0) == ((0, (3,), (0,), (True,)),)
 
 
 def test_in_flight_by_hand() -> None:

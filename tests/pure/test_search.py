@@ -339,12 +339,12 @@ def test_a_bound_of_a_pipeline_takes_its_first_stages_as_they_are() -> None:
 def test_a_bound_runs_the_table_of_a_split_schedule() -> None:
     """With as many micro-batches as ranks it waits most: without, 333 plans were estimated in full.
 
-    With it 124, until plans fitted whose gradients come when some micro-batches have gone back, as 33 do here; 32 more
-    are over the limit by gradients that wait for the weights' part, of which bounds of memory do not know.
+    And of memory bounds know gradients that wait for the weights' part, logits that wait behind the loss, and what is
+    kept where blocks cannot be compiled: without, 189 were.
     """
     sizes = preset("llama-8b")
     found = find_plan(profile_of(sizes), sizes, load_cluster("h100:1x8"), Workload(seq_len=8192, global_batch=8))
-    assert found.estimated < 200
+    assert found.estimated < 130
 
 
 def test_passes_shorter_than_their_launches_need_few_full_estimates() -> None:

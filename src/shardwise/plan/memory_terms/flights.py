@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import ge
+from typing import NamedTuple
 
 from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.schedule import actions, after_warmup, in_flight, stages_of, warmup
@@ -57,48 +58,64 @@ def whole_backwards(
         later = [(0, (most,), (True,), (False,))] * (count > most) + [(0, (most - 1,), (True,), (True,))] * (most > 1)
         return (0, (most,), (False,), (False,)), *later
     alike: dict[tuple[int, Sequence[bool], Sequence[bool]], list[Sequence[int]]] = {}
-    for turn, alive, begun, whole in _backwards(kind, few_rounds(*shape), rank):
+    for turn, alive, _, begun, whole in _backwards(kind, few_rounds(*shape), rank):
         others = alike.setdefault((turn, begun, whole), [])
         if not any(all(map(ge, other, alive)) for other in others):
             others[:] = [other for other in others if not all(map(ge, alive, other))] + [alive]
     return tuple((turn, alive, begun, whole) for (turn, begun, whole), found in alike.items() for alive in found)
 
 
+class Beside(NamedTuple):
+    """When a backward pass of a rank begins, of each of its stages."""
+
+    turn: int
+    """The one that goes backward."""
+    alive: Sequence[int]
+    """Micro-batches that it keeps."""
+    pending: Sequence[int]
+    """Those of them whose inputs have gradients, and whose weights have none yet."""
+    added: Sequence[bool]
+    """Whether gradients of its weights were added up."""
+
+
 @lru_cache(maxsize=65536)
-def beside_gradients(
-    kind: str, shape: tuple[int, int, int], rank: int
-) -> tuple[tuple[Sequence[int], Sequence[bool]], ...] | None:
-    """Micro-batches that a rank keeps of each stage when a backward pass begins, and whose gradients were added up.
+def beside_gradients(kind: str, shape: tuple[int, int, int], rank: int) -> tuple[Beside, ...] | None:
+    """What a rank keeps of each stage when a backward pass begins.
 
     Those that no other is above. None: all are added up when as many are kept as when the warm-up ends.
     """
     few = shape if kind in ("gpipe", "looped-bfs", "1f1b") else few_rounds(*shape)
-    passes = whole_backwards(kind, few, rank) if few is shape else _backwards(kind, few, rank)
-    most = after_warmup(kind, few, rank)
-    found: list[tuple[Sequence[int], Sequence[bool]]] = []
-    for _, alive, added, _ in passes:
-        if all(added) and all(map(ge, alive, most)):
+    whole, most = few is shape, after_warmup(kind, few, rank)
+    if whole:
+        none = (0,) * few[1]
+        passes = [Beside(turn, alive, none, added) for turn, alive, added, _ in whole_backwards(kind, few, rank)]
+    else:
+        passes = [Beside(*each[:4]) for each in _backwards(kind, few, rank)]
+    found: list[Beside] = []
+    for here in passes:
+        if all(here.added) and all(map(ge, here.alive, most)):
             return None
-        here = (alive, added)
-        if any(added) and not any(_no_less(other, here) for other in found):
+        if (any(here.added) or any(here.pending)) and not any(_no_less(other, here) for other in found):
             found = [other for other in found if not _no_less(here, other)] + [here]
     return tuple(found)
 
 
-def _no_less(one: tuple[Sequence[int], Sequence[bool]], other: tuple[Sequence[int], Sequence[bool]]) -> bool:
-    return all(map(ge, one[0], other[0])) and all(map(ge, one[1], other[1]))
+def _no_less(one: Beside, other: Beside) -> bool:
+    each = zip(one[1:], other[1:], strict=True)
+    return one.turn == other.turn and all(all(map(ge, ours, theirs)) for ours, theirs in each)
 
 
 def _backwards(
     kind: str, shape: tuple[int, int, int], rank: int
-) -> Iterator[tuple[int, Sequence[int], Sequence[bool], Sequence[bool]]]:
-    """Before each backward pass to the inputs of a rank: which of its stages goes back, what each keeps, added, whole.
+) -> Iterator[tuple[int, Sequence[int], Sequence[int], Sequence[bool], Sequence[bool]]]:
+    """Before each backward pass to the inputs of a rank: which of its stages goes back, and of each what it has.
 
-    As `Moment` has them: only of one rank, and what others send is not looked at.
+    Alive, pending, added and whole, as `Moment` has them: only of one rank, and what others send is not looked at.
     """
     ranks, turns, count = shape
     place = {stage: turn for turn, stage in enumerate(stages_of(kind, rank, ranks, turns))}
-    alive, left, fresh, added, whole = [0] * turns, [count] * turns, [False] * turns, [False] * turns, [False] * turns
+    alive, pending, left = [0] * turns, [0] * turns, [count] * turns
+    fresh, added, whole = [False] * turns, [False] * turns, [False] * turns
     for action in actions(kind, ranks, turns, count)[rank]:
         turn, work = place[action.stage], action.work
         if action.stage == 0 and work in "IW":  # whose inputs have no gradients
@@ -106,7 +123,7 @@ def _backwards(
                 continue
             work = "B"
         if work in "BI":
-            yield turn, tuple(alive), tuple(added), tuple(whole)
+            yield turn, tuple(alive), tuple(pending), tuple(added), tuple(whole)
         left[turn] -= work in "BW"
         whole[turn] = work != "F" and left[turn] > 0
         if work == "F":
@@ -115,3 +132,4 @@ def _backwards(
         added[turn] |= work == "B" or (work == "I" and fresh[turn])
         fresh[turn] = work == "W"
         alive[turn] -= work != "I"
+        pending[turn] += (work == "I") - (work == "W")

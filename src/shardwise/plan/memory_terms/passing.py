@@ -246,10 +246,19 @@ def in_line(
         passed += number * (stage.start + len(stage.blocks) not in starts) * stage.handed * width
         if stage.last:
             vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
-            total += max(0, number - late - 1) * vocab * max(width, 4.0) + late * vocab * width
-            total += (2 * max(0, number - 1) + late) * division.profile.dim * width
+            total += behind_loss((number, late), vocab, division.profile.dim, width)
         total += late * waiting_gradients(division, stage)
     return total, passed
+
+
+def behind_loss(waiting: tuple[int, int], vocab: float, dim: int, width: float) -> float:
+    """Bytes per token behind the loss: of micro-batches kept, and of these whose weights wait, but for the one at work.
+
+    Logits, and what the head keeps. `vocab`: logits per token on a rank; `width`: bytes of a number.
+    """
+    number, late = waiting
+    logits = max(0, number - late - 1) * vocab * max(width, 4.0) + late * vocab * width
+    return logits + (2 * max(0, number - 1) + late) * dim * width
 
 
 def waiting_gradients(division: Division, stage: Stage) -> float:

@@ -201,7 +201,7 @@ class Bounds(SizeBounds):
     def _offloaded(self, flow: Flow) -> float:
         """Seconds of saved tensors on their way to the host and back that compute cannot hide."""
         pipe, stack, work, ranks = flow.pipe, self.space.stack, self._work(flow), self._ranks(flow)
-        upto, most, hides = self._kept(pipe.core)[0][flow.policy], 0.0, stack.hides_copies
+        upto, most, hides = self.kept(pipe.core)[0][flow.policy], 0.0, stack.hides_copies
         for rank, (stages, last, _) in zip(ranks, self.cut(pipe.pp, flow.schedule), strict=True):
             own = self._loss(pipe.core) if last else 0.0
             moved = sum([upto[end] - upto[start] for start, end in stages]) * self.tokens(pipe.core)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from shardwise.plan.plan import Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.searching.bounds import Bounds
+from shardwise.plan.searching.bounds_kept import kept_by
 from shardwise.plan.searching.bounds_sizes import SpreadsOf
 from shardwise.plan.searching.bounds_work import Flight, Floor
 from shardwise.plan.searching.families import Core, Flow, Pipe
@@ -107,11 +108,11 @@ class PipeSizes:
         key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8, pipe.pp, pipe.micro_batches, policy)
         if key not in self._units:
             policies = {0, bounds.leanest(core)} if policy is None else {policy}
-            self._units[key] = units = []
+            self._units[key], tables = (units := []), bounds.kept(core)
             for schedule, flights in self._flights_of(pipe):
                 ends = (cut := bounds.cut(pipe.pp, schedule))[0], cut[-1]
                 first, last = (
-                    min(bounds.kept_by(core, each, end, flight)[0] for each, flight in product(policies, found))
+                    min(kept_by(tables, each, end, flight)[0] for each, flight in product(policies, found))
                     for end, found in zip(ends, flights, strict=True)
                 )
                 units.append(Unit(first, last, (ends[0][1], ends[1][1])))

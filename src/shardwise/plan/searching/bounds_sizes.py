@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from operator import add, itemgetter, mul
 
 from shardwise.model.profile import Block
@@ -15,13 +14,15 @@ from shardwise.plan.eager.kernels import inputs_of, sent_by
 from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of, offloaded_of, states_of
 from shardwise.plan.memory_terms.around import outside_step
-from shardwise.plan.memory_terms.flights import beside_gradients
+from shardwise.plan.memory_terms.flights import Beside, beside_gradients
 from shardwise.plan.memory_terms.holding import frees_last, least_gathered, sending
-from shardwise.plan.plan import Axes, Batch, Plan, Recompute, Schedule
-from shardwise.plan.ranks.activations import is_recomputed, kept_bytes, saved_bytes
+from shardwise.plan.memory_terms.passing import behind_loss
+from shardwise.plan.plan import ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
+from shardwise.plan.ranks.activations import is_recomputed
 from shardwise.plan.ranks.division import Division
 from shardwise.plan.schedule import after_warmup
-from shardwise.plan.searching.bounds_work import Cut, Flight, Floor, Upto, Work, lowest, work_of
+from shardwise.plan.searching.bounds_kept import KeptBytes, bytes_kept, full_sizes, head_in, kept_by
+from shardwise.plan.searching.bounds_work import Cut, Floor, Work, lowest, work_of
 from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
 from shardwise.plan.searching.keys import cut_as, flow_as, kept_as, states_as
 from shardwise.plan.searching.space import Space
@@ -33,10 +34,8 @@ what is there at the loss beside them (logits, or that block behind it), of its 
 SpreadsOf = Callable[[Pipe], list[Spread]]
 Filled = tuple[tuple[int, bool], ...]
 """Ranks, each with whether its gradients lie beside all micro-batches that it keeps at once."""
-Passes = tuple[tuple[float, Sequence[bool]], ...]
-"""When backward passes begin: bytes that micro-batches keep, and for each stage whether its gradients are there."""
-KeptBytes = tuple[list[Upto], list[list[float]], list[float]]
-"""Bytes per token of a micro-batch: by policy, kept up to each block, and of it; and distinct blocks in full."""
+Passes = tuple[tuple[float, Sequence[bool], float], ...]
+"""When backward passes begin: bytes that micro-batches keep, for each stage whether its gradients are there, logits."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class SizeBounds:
     host: float = math.inf
     """Bytes of host memory per device."""
     _works: dict[tuple[Core, bool], Work] = field(default_factory=dict)
-    _saved: dict[Core, KeptBytes] = field(default_factory=dict)
+    _saved: dict[tuple[Core, bool], KeptBytes] = field(default_factory=dict)
     _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
     _divisions: dict[tuple[object, ...], Division] = field(default_factory=dict)
@@ -120,19 +119,25 @@ class SizeBounds:
         """Below all its plans' device memory: the largest block, or the last rank's logits."""
         key = (core.loss, core.samples, core.cp, *kept_as(core))
         if key not in self._core_sizes:
-            blocks = [size * self.tokens(core) for size in self._full(core).values()]
+            blocks = [size * self.tokens(core) for size in full_sizes(self.space, core, self._blocks).values()]
             self._core_sizes[key] = self.on_device(max(*blocks, self.logits(core)))
         return self._core_sizes[key]
 
     def telling(self, pipe: Pipe, schedule: Schedule) -> tuple[int, ...]:
-        """Ranks of a pipeline of which one needs most, often: the first, the one with most parameters, the last."""
-        core, cut = pipe.core, cut_as(schedule)
-        key = (core.tp, core.ep, pipe.pp, *cut)
+        """Ranks of a pipeline of which one needs most, often: the first, the one with most parameters, the last.
+
+        Where gradients wait for the weights' part of backward passes, which they do more on later ranks, also the last
+        one with most blocks.
+        """
+        core, waits = pipe.core, schedule.kind in ZERO_BUBBLE
+        key = (core.tp, core.ep, pipe.pp, *cut_as(schedule), waits)
         if key not in self._telling:
             plan = Plan(axes=replace(core.axes, pp=pipe.pp), schedule=schedule)
             division = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
             most = max(range(pipe.pp), key=lambda rank: division.whole(division.ranks[rank]))
-            self._telling[key] = tuple(dict.fromkeys((0, most, pipe.pp - 1)))
+            blocks = [sum(len(stage.blocks) for stage in rank) for rank in division.ranks]
+            late = [max(range(pipe.pp), key=lambda rank: (blocks[rank], rank))] * waits
+            self._telling[key] = tuple(dict.fromkeys((0, most, *late, pipe.pp - 1)))
         return self._telling[key]
 
     def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
@@ -149,27 +154,13 @@ class SizeBounds:
     def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float, float]]:
         pipe, core, schedule = flow.pipe, flow.pipe.core, flow.schedule
         cut, shape = self.cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
-        sizes, tokens = [], self.tokens(core)
+        sizes, tokens, tables = [], self.tokens(core), self._tables(flow)
         for rank in ranks:
             flight = after_warmup(schedule.kind, shape, rank), flow.offload
-            size, again, block = (each * tokens for each in self.kept_by(core, flow.policy, cut[rank], flight))
-            sizes.append((rank, size, again, max(again, self.logits(core) if cut[rank][1] else 0.0), block))
+            size, again, block = (each * tokens for each in kept_by(tables, flow.policy, cut[rank], flight))
+            logits = self.logits(core) + self.behind_loss(flow, cut[rank], flight[0]) if cut[rank][1] else 0.0
+            sizes.append((rank, size, again, max(again, logits), block))
         return sizes
-
-    def kept_by(self, core: Core, policy: int, cut: Cut, flight: Flight) -> tuple[float, float, float]:
-        """Bytes per token of a rank with so many micro-batches in flight; of a block computed again; of its largest.
-
-        `flight` counts them for each stage. Where it offloads they are on the host, but for those of the block at work
-        and of the one ahead of it.
-        """
-        (kept, steps, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
-        upto, block, size = kept[policy], max([blocks[number] for number in distinct], default=0.0), 0.0
-        for (start, end), count in zip(stages, counts, strict=False):
-            size += count * (upto[end] - upto[start])
-        if offload:
-            size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
-        last = max([steps[0][end - 1] for start, end in stages if end > start], default=0.0)  # and no more is sure
-        return size, last if policy else 0.0, block
 
     def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss, at least."""
@@ -179,6 +170,15 @@ class SizeBounds:
 
     def _num_logits(self, core: Core) -> float:
         return self.tokens(core) * self.space.profile.vocab / (core.tp if core.loss else 1)
+
+    def behind_loss(self, flow: Flow, cut: Cut, alive: Sequence[int], late: Sequence[int] = ()) -> float:
+        """Bytes behind the loss of micro-batches that wait on the rank that has it, where they stay on the device."""
+        core, turn = flow.pipe.core, head_in(cut)
+        if not cut[1] or flow.offload or flow.pipe.pp == 1 or self.space.stack.name not in OWN:
+            return 0.0
+        vocab = self.space.profile.vocab / (core.tp if core.loss else 1)
+        waiting = (alive[turn], late[turn] if late else 0)
+        return behind_loss(waiting, vocab, self.space.profile.dim, core.width) * self.tokens(core)
 
     def tokens(self, core: Core) -> float:
         """Tokens of a micro-batch on a rank."""
@@ -213,9 +213,9 @@ class SizeBounds:
             there = accumulates and self.beside(flow, rank) is None
             both = gradients + (size + again if there else block)
             if accumulates and not there:
-                passes = self.passes(flow, rank)
                 shares = self.division(flow, spread).parts[rank]
-                both = max((both, *(kept + again + gradients * sum(map(mul, made, shares)) for kept, made in passes)))
+                for before, made, logits in self.passes(flow, rank):
+                    both = max(both, before + max(again, logits) + gradients * sum(map(mul, made, shares)))
             loss = size + beside + gradients * there
             most = max(most, held + gathered + max(loss, both) + self.of_batch(flow, spread, rank))
         if self.space.stack.eager:
@@ -269,7 +269,7 @@ class SizeBounds:
             )
         return self._floors[key]
 
-    def beside(self, flow: Flow, rank: int) -> tuple[tuple[Sequence[int], Sequence[bool]], ...] | None:
+    def beside(self, flow: Flow, rank: int) -> tuple[Beside, ...] | None:
         """`beside_gradients` of a rank; None: all are there beside as much as `flow_size` has."""
         pipe, schedule = flow.pipe, flow.schedule
         if pipe.pp == 1 or self.space.stack.name not in OWN:
@@ -280,11 +280,13 @@ class SizeBounds:
         """The same, in bytes."""
         key = (*flow_as(flow), rank)
         if key not in self._passes:
-            core, cut = flow.pipe.core, self.cut(flow.pipe.pp, flow.schedule)[rank]
-            self._passes[key] = tuple(
-                (self.kept_by(core, flow.policy, cut, (tuple(alive), flow.offload))[0] * self.tokens(core), made)
-                for alive, made in self.beside(flow, rank) or ()
-            )
+            core, cut, tables = flow.pipe.core, self.cut(flow.pipe.pp, flow.schedule)[rank], self._tables(flow)
+            found = []
+            for turn, alive, late, made in self.beside(flow, rank) or ():
+                size, *_ = kept_by(tables, flow.policy, cut, (tuple(alive), flow.offload), late)
+                size = size * self.tokens(core) + self.behind_loss(flow, cut, alive, late)
+                found.append((size, made, self.logits(core) if cut[1] and turn == head_in(cut) else 0.0))
+            self._passes[key] = tuple(found)
         return self._passes[key]
 
     def _floor(self, flow: Flow, spread: Spread, ranks: Filled) -> Floor:
@@ -316,7 +318,7 @@ class SizeBounds:
 
     def leanest(self, core: Core) -> int:
         """Number of the recompute policy that keeps least."""
-        kept = self._kept(core)[0]
+        kept = self.kept(core)[0]
         return min(range(len(kept)), key=lambda policy: kept[policy][-1])
 
     def states(self, flow: Flow, spread: Spread, rank: int = 0) -> tuple[float, float, float]:
@@ -367,30 +369,15 @@ class SizeBounds:
             self._divisions[key] = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
         return self._divisions[key]
 
-    def _kept(self, core: Core) -> KeptBytes:
-        if core not in self._saved:
-            key = kept_as(core)
+    def _tables(self, flow: Flow) -> KeptBytes:
+        return self.kept(flow.pipe.core, compiled=self.space.compiles_flow(flow))
+
+    def kept(self, core: Core, *, compiled: bool = True) -> KeptBytes:
+        """What a core's blocks keep: as little as those of any of its plans, or of those that do not compile."""
+        if (core, compiled) not in self._saved:
+            key = (*kept_as(core), compiled)
             if key not in self._shared_kept:
-                self._shared_kept[key] = self._bytes_kept(core)
-            self._saved[core] = self._shared_kept[key]
-        return self._saved[core]
-
-    def _bytes_kept(self, core: Core) -> KeptBytes:
-        space, full, how = self.space, self._full(core), self.space.saving(core)
-        less = {
-            mode: {
-                id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how) for block, _ in self._blocks
-            }
-            for mode in ("ops", "blocks")
-        }
-        keys = [id(block) for block in space.profile.blocks]
-        steps = []
-        for recompute, marks in zip(space.recomputes, self._marks, strict=True):
-            part = less["ops" if recompute.mode == "ops" else "blocks"]
-            steps.append([part[key] if on else full[key] for key, on in zip(keys, marks, strict=True)])
-        upto = [tuple(accumulate(sizes, initial=0.0)) for sizes in steps]
-        return upto, steps, [full[id(block)] for block, _ in self._blocks]
-
-    def _full(self, core: Core) -> dict[int, float]:
-        """Bytes per token that each distinct block keeps of a micro-batch, by its `id`."""
-        return {id(block): saved_bytes(block, self.space.saving(core)) for block, _ in self._blocks}
+                tables = bytes_kept(self.space, core, self._blocks, self._marks, compiled=compiled)
+                self._shared_kept[key] = tables
+            self._saved[core, compiled] = self._shared_kept[key]
+        return self._saved[core, compiled]

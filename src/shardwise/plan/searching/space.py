@@ -237,13 +237,13 @@ class Space:
             self._stacks[key] = stack_of(plan.with_(compile=compiled and self.compiles(plan)), self.stack)
         return self._stacks[key]
 
-    def saving(self, core: Core) -> Saving:
-        """What decides on the bytes that a core's blocks keep."""
-        key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8)
+    def saving(self, core: Core, *, compiled: bool = True) -> Saving:
+        """What decides on the bytes that a core's blocks keep: see `stack_for`."""
+        key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8, compiled)
         if key not in self._savings:
             plan = Plan(axes=Axes(tp=core.tp), precision=core.precision, tensor=Tensor(sequence=core.sequence))
-            adapters = self.workload.adapters
-            self._savings[key] = saving_of(plan, self.stack_for(core), self.workload.seq_len, adapters=adapters)
+            stack = self.stack_for(core, compiled=compiled)
+            self._savings[key] = saving_of(plan, stack, self.workload.seq_len, adapters=self.workload.adapters)
         return self._savings[key]
 
     # ------------------------------------------------------------ step 1: cores

@@ -1,0 +1,85 @@
+"""What blocks keep of a micro-batch, in tables for bounds of memory: by recompute policy. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shardwise.model.profile import Block
+from shardwise.plan.eager.kernels import deferred_in, local_of
+from shardwise.plan.plan import Axes, Plan, Recompute, Tensor
+from shardwise.plan.ranks.activations import kept_bytes, saved_bytes
+from shardwise.plan.searching.bounds_work import Cut, Flight, Upto
+from shardwise.plan.searching.families import Core
+from shardwise.plan.searching.space import Space
+
+KeptBytes = tuple[list[Upto], list[list[float]], list[float], list[Upto]]
+"""Bytes per token of a micro-batch: by policy, kept up to each block, and of it; distinct blocks in full; and by policy
+gradients up to each block that wait for the weights' part of a backward pass."""
+
+
+def full_sizes(
+    space: Space, core: Core, blocks: Sequence[tuple[Block, int]], *, compiled: bool = True
+) -> dict[int, float]:
+    """Bytes per token that each distinct block keeps of a micro-batch, by its `id`."""
+    return {id(block): saved_bytes(block, space.saving(core, compiled=compiled)) for block, _ in blocks}
+
+
+def bytes_kept(
+    space: Space,
+    core: Core,
+    blocks: Sequence[tuple[Block, int]],
+    every_mark: Sequence[Sequence[bool]],
+    *,
+    compiled: bool,
+) -> KeptBytes:
+    """The tables of a core.
+
+    Args:
+        space: of the question.
+        core: whose kernels keep them.
+        blocks: distinct ones, with how many there are.
+        every_mark: for each policy, which blocks it recomputes.
+        compiled: whether blocks are, of its plans that compile.
+    """
+    full, how = full_sizes(space, core, blocks, compiled=compiled), space.saving(core, compiled=compiled)
+    less = {
+        mode: {id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how) for block, _ in blocks}
+        for mode in ("ops", "blocks")
+    }
+    keys = [id(block) for block in space.profile.blocks]
+    steps = []
+    for recompute, marks in zip(space.recomputes, every_mark, strict=True):
+        part = less["ops" if recompute.mode == "ops" else "blocks"]
+        steps.append([part[key] if on else full[key] for key, on in zip(keys, marks, strict=True)])
+    upto = [tuple(accumulate(sizes, initial=0.0)) for sizes in steps]
+    plan = Plan(axes=Axes(tp=core.tp), precision=core.precision, tensor=Tensor(sequence=core.sequence))
+    late = {id(block): deferred_in(block, local_of(plan)) for block, _ in blocks}
+    waits = [[0.0 if on else late[key] for key, on in zip(keys, marks, strict=True)] for marks in every_mark]
+    waiting = [tuple(accumulate(sizes, initial=0.0)) for sizes in waits]
+    return upto, steps, [full[id(block)] for block, _ in blocks], waiting
+
+
+def kept_by(
+    kept: KeptBytes, policy: int, cut: Cut, flight: Flight, late: Sequence[int] = ()
+) -> tuple[float, float, float]:
+    """Bytes per token of a rank with so many micro-batches in flight; of a block computed again; of its largest.
+
+    `flight` counts them for each stage, `late` those whose weights wait for gradients. Where it offloads they are
+    on the host, but for those of the block at work and of the one ahead of it.
+    """
+    (every, steps, blocks, waiting), (stages, _, distinct), (counts, offload) = kept, cut, flight
+    upto, block, size = every[policy], max([blocks[number] for number in distinct], default=0.0), 0.0
+    for (start, end), count in zip(stages, counts, strict=False):
+        size += count * (upto[end] - upto[start])
+    for (start, end), count in zip(stages, late, strict=False):
+        size += count * (waiting[policy][end] - waiting[policy][start])
+    if offload:
+        size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
+    last = max([steps[0][end - 1] for start, end in stages if end > start], default=0.0)  # and no more is sure
+    return size, last if policy else 0.0, block
+
+
+def head_in(cut: Cut) -> int:
+    """Which stage of the rank that holds the head is the last of all."""
+    return max(range(len(cut[0])), key=lambda turn: (cut[0][turn][1], turn))
