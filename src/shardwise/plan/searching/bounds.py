@@ -18,9 +18,9 @@ from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule, Zer
 from shardwise.plan.ranks.activations import GATHERED
 from shardwise.plan.ranks.division import Division
 from shardwise.plan.rows.pipeline import micro_batches_fit
-from shardwise.plan.searching.bounds_sizes import SizeBounds, cut_as
+from shardwise.plan.searching.bounds_sizes import SizeBounds
 from shardwise.plan.searching.bounds_work import RankWork, Upto, Work, rank_works, stage_costs
-from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
+from shardwise.plan.searching.families import Core, Flow, Pipe, Spread, cut_as
 from shardwise.plan.time_terms.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of, turns_of
 from shardwise.plan.time_terms.loading import loading_time
 from shardwise.plan.timing import STRAGGLERS, fixed_time, loss_time, schedule_time

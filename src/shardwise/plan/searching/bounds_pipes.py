@@ -10,9 +10,9 @@ from typing import NamedTuple
 from shardwise.plan.plan import Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.searching.bounds import Bounds
-from shardwise.plan.searching.bounds_sizes import Floor, SpreadsOf, cut_as
+from shardwise.plan.searching.bounds_sizes import Floor, SpreadsOf
 from shardwise.plan.searching.bounds_work import Flight
-from shardwise.plan.searching.families import Core, Flow, Pipe
+from shardwise.plan.searching.families import Core, Flow, Pipe, cut_as
 
 
 class Unit(NamedTuple):

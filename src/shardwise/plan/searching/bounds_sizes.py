@@ -16,12 +16,12 @@ from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, frees_last, gathered_of, offloaded_of, states_of
 from shardwise.plan.memory_terms.around import outside_step
 from shardwise.plan.memory_terms.holding import least_gathered, sending
-from shardwise.plan.plan import V_SHAPED, Axes, Batch, Plan, Recompute, Schedule
+from shardwise.plan.plan import Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.ranks.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.ranks.division import Division
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.searching.bounds_work import Cut, Flight, Upto, Work, work_of
-from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
+from shardwise.plan.searching.families import Core, Flow, Pipe, Spread, cut_as, states_as
 from shardwise.plan.searching.space import Space
 from shardwise.plan.updating import OWN
 
@@ -167,8 +167,9 @@ class SizeBounds:
             size += count * (upto[end] - upto[start])
         if offload:
             size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
-        last = max([steps[0][end - 1] for start, end in stages if end > start], default=0.0)  # and no more is sure
-        return size, last if policy else 0.0, block
+        marks = self._marks[policy]  # what others keep has gone by the last block's turn; and no more is sure
+        last = max([steps[0][end - 1] for start, end in stages if end > start and marks[end - 1]], default=0.0)
+        return size, last, block
 
     def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss, at least."""
@@ -371,19 +372,6 @@ class SizeBounds:
     def _full(self, core: Core) -> dict[int, float]:
         """Bytes per token that each distinct block keeps of a micro-batch, by its `id`."""
         return {id(block): saved_bytes(block, self.space.saving(core)) for block, _ in self._blocks}
-
-
-def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
-    """What decides on the states of a spread."""
-    pipe, core = flow.pipe, flow.pipe.core
-    shards = spread.dp_shard * core.cp if spread.zero else 1
-    kinds = core.tp, core.ep, core.precision, shards, spread.zero
-    return *kinds, pipe.data * core.cp > 1, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
-
-
-def cut_as(schedule: Schedule) -> tuple[int, bool]:
-    """What a schedule decides of where stages lie."""
-    return schedule.stages, schedule.kind in V_SHAPED
 
 
 def _lowest(floors: Iterable[Floor]) -> list[Floor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.plan.plan import Axes, ContextKind, Float8Kind, Plan, PrecisionKind, Schedule, Zero
+from shardwise.plan.plan import V_SHAPED, Axes, ContextKind, Float8Kind, Plan, PrecisionKind, Schedule, Zero
 from shardwise.plan.ranks.activations import compute_width
 
 
@@ -150,3 +150,16 @@ def least_simplicity(node: Family) -> tuple[int, ...]:
     replicate = pipe.data // shard
     degrees += (pipe.pp > 1) + (shard > 1) + (replicate > 1)
     return degrees, features, core.tp, pipe.pp, core.cp, core.ep, shard, replicate, pipe.micro_batches
+
+
+def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
+    """What decides on the states of a spread."""
+    pipe, core = flow.pipe, flow.pipe.core
+    shards = spread.dp_shard * core.cp if spread.zero else 1
+    kinds = core.tp, core.ep, core.precision, shards, spread.zero
+    return *kinds, pipe.data * core.cp > 1, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
+
+
+def cut_as(schedule: Schedule) -> tuple[int, bool]:
+    """What a schedule decides of where stages lie."""
+    return schedule.stages, schedule.kind in V_SHAPED
