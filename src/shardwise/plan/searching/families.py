@@ -163,3 +163,9 @@ def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
 def cut_as(schedule: Schedule) -> tuple[int, bool]:
     """What a schedule decides of where stages lie."""
     return schedule.stages, schedule.kind in V_SHAPED
+
+
+def sent_as(pipe: Pipe) -> tuple[object, ...]:
+    """What of a pipe decides on what data axes send."""
+    core = pipe.core
+    return core.tp, core.cp, core.ep, core.precision, pipe.pp
