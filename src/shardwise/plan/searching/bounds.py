@@ -81,12 +81,15 @@ class Bounds(SizeBounds):
         return min((self.pipe_time(pipe, 0) for pipe in where), default=inf)
 
     def _held(self, core: Core) -> float:
-        """Device memory without which no rank has: a shard of all states, on the device."""
-        key = core.precision, core.world
-        if key not in self._shards:
-            plan = Plan(axes=Axes(dp_shard=core.world), zero=3 if core.world > 1 else 0, precision=core.precision)
-            division = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
-            self._shards[key] = self.on_device(sum(states_of(division, division.ranks[0], self.space.stack).values()))
+        """Device memory that no rank is without: a shard of all states; `tp` divides gradients that data axes leave."""
+        if (key := (core.precision, core.world)) not in self._shards:
+            space, tables = self.space, []
+            for world in (core.world, 1):
+                plan = Plan(axes=Axes(dp_shard=world), zero=3 if world > 1 else 0, precision=core.precision)
+                division = Division(space.profile, plan, space.workload, space.stack.cut)
+                tables.append(states_of(division, division.ranks[0], space.stack))
+            gradients = min(tables[0].pop("gradients"), tables[1]["gradients"] / core.world)
+            self._shards[key] = self.on_device(sum(tables[0].values()) + gradients)
         return self._shards[key]
 
     def pipe_time(self, pipe: Pipe, policy: int, data: float = 0.0) -> float:

@@ -157,7 +157,8 @@ def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
     pipe, core = flow.pipe, flow.pipe.core
     shards = spread.dp_shard * core.cp if spread.zero else 1
     kinds = core.tp, core.ep, core.precision, shards, spread.zero
-    return *kinds, pipe.data * core.cp > 1, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
+    several = pipe.data > 1, core.cp > 1, spread.dp_replicate > 1, pipe.micro_batches > 1
+    return *kinds, *several, pipe.pp, *cut_as(flow.schedule)
 
 
 def cut_as(schedule: Schedule) -> tuple[int, bool]:

@@ -238,8 +238,8 @@ class Space:
         key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8)
         if key not in self._savings:
             plan = Plan(axes=Axes(tp=core.tp), precision=core.precision, tensor=Tensor(sequence=core.sequence))
-            adapters = self.workload.adapters
-            self._savings[key] = saving_of(plan, self.stack_for(core), self.workload.seq_len, adapters=adapters)
+            work, compute = self.workload, self.workload.compute or ("fp8" if core.float8 != "none" else "")
+            self._savings[key] = saving_of(plan, self.stack_for(core), work.seq_len, compute, work.adapters)
         return self._savings[key]
 
     # ------------------------------------------------------------ step 1: cores
