@@ -358,6 +358,12 @@ def test_a_block_that_is_not_recomputed_has_given_back_when_the_one_ahead_of_it_
         assert loss == pytest.approx((kept_in(stage, plan, how) + computed_again * block) * tokens), policy
 
 
+def test_a_rank_without_blocks_offloads_no_activations() -> None:
+    spec, plan = replace(preset("llama-1b"), num_layers=2), Plan.parse("pp4 / gpipe mb4 / bf16 / offload=activations")
+    memory = estimate_memory(profile_of(spec), plan, WORK, stack=load_stack("nanotron"))
+    assert any(rank.terms.get("activations", 0.0) == 0 for rank in memory.stages)
+
+
 def test_offload_leaves_no_states_on_the_device() -> None:
     assert not {"weights", "optimizer", "gradients"} & set(_terms("fsdp8 / offload=state"))
 

@@ -79,7 +79,7 @@ def activations_of(division: Division, rank: int, stages: tuple[Stage, ...], sta
     divided = max(ends, default=0.0) - worst - sent - waits
     if plan.offload.activations:  # of those that move, what the block at work and the one ahead of it keep is here
         blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
-        moving = 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks) * division.tokens
+        moving = 2 * max((kept_bytes(block, n, plan, how) for block, n in blocks), default=0.0) * division.tokens
         worst = min(worst, max((1 - stack.offloads_blocks) * worst, moving))
     return Passing(worst, again, sent, waits, divided)
 
