@@ -15,7 +15,8 @@ from shardwise.model.spec import preset
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.ranks.activations import kept_bytes, saving_of
 from shardwise.plan.stack import load_stack
-from shardwise.plan.time_terms.blocktime import BlockTime, Setting, _matmul, _op_time, block_time
+from shardwise.plan.time_terms.blocktime import BlockTime, _matmul, _op_time, block_time
+from shardwise.plan.time_terms.setting import Setting
 from tests.pure.test_published import variant
 
 JAX = load_stack("jax")

@@ -15,8 +15,9 @@ from shardwise.plan.costs.kernels import SCANS, attention_rate, matmul_time
 from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
-from shardwise.plan.time_terms.blocktime import EXPERT_CASTS, Setting, _host, _matmul, _op_time, block_time
+from shardwise.plan.time_terms.blocktime import EXPERT_CASTS, _host, _matmul, _op_time, block_time
 from shardwise.plan.time_terms.exchange import crossing, exchange_time
+from shardwise.plan.time_terms.setting import Setting
 
 SPARSE = profile_of(preset("qwen3-30b-a3b")).blocks[-1]
 CORE = load_stack("megatron-core")

@@ -345,6 +345,25 @@ def test_a_large_block_is_computed_again_when_those_behind_it_have_given_back() 
     assert again_in(chains[large, small], plan.with_(offload=Offload(activations=True)), how) == found[2]
 
 
+def test_a_block_that_is_not_recomputed_has_given_back_when_the_one_ahead_of_it_is_computed_again() -> None:
+    """The last of `every2` keeps as much itself; that of `50%` is computed again, beside all that the others keep."""
+    work, spec = Workload(seq_len=8192, global_batch=8), replace(preset("llama-8b"), vocab_size=128)
+    tokens = work.seq_len * work.global_batch / 8
+    for policy, computed_again in (("every2", 0), ("50%", 1)):
+        plan = Plan.parse(f"fsdp8 / mb1 / bf16 / recompute={policy}")
+        how, stage = saving_of(plan, stack_of(plan), work.seq_len), Stage(profile_of(spec).blocks, 0, True, True)
+        block = saved_bytes(stage.blocks[0], how)
+        assert again_in(stage, plan, how) == computed_again * block
+        (loss,) = {rank.terms["activations"] for rank in estimate_memory(profile_of(spec), plan, work).stages}
+        assert loss == pytest.approx((kept_in(stage, plan, how) + computed_again * block) * tokens), policy
+
+
+def test_a_rank_without_blocks_offloads_no_activations() -> None:
+    spec, plan = replace(preset("llama-1b"), num_layers=2), Plan.parse("pp4 / gpipe mb4 / bf16 / offload=activations")
+    memory = estimate_memory(profile_of(spec), plan, WORK, stack=load_stack("nanotron"))
+    assert any(rank.terms.get("activations", 0.0) == 0 for rank in memory.stages)
+
+
 def test_offload_leaves_no_states_on_the_device() -> None:
     assert not {"weights", "optimizer", "gradients"} & set(_terms("fsdp8 / offload=state"))
 

@@ -431,6 +431,44 @@ def test_stages_that_take_turns_are_sent_behind_the_turns_of_those_that_are_left
     assert rich == pytest.approx((0.0, 0.2))
 
 
+@pytest.mark.parametrize(
+    ("text", "sends", "sent"),
+    [
+        ("fsdp2", Sends(gather=3.0, again=2.0, reduce=3.0, across=0.0), 8),
+        ("fsdp2 / reshard=false", Sends(gather=3.0, again=0.0, reduce=3.0, across=0.0), 6),
+        ("dp2 fsdp2 / mb4", Sends(gather=3.0, again=2.0, reduce=3.0, across=1.0), 4 * 8 + 1),
+        (
+            "pp2 fsdp2 / 1f1b mb4 / reshard=true",
+            Sends(gather=3.0, again=2.0, reduce=3.0, across=0.0),
+            4 * 2 + 2 * 3 + 3,
+        ),
+        ("fsdp2 zero1 / mb4", Sends(gather=3.0, again=0.0, reduce=3.0, across=0.0), 6),
+        ("dp2", Sends(gather=0.0, again=0.0, reduce=3.0, across=0.0), 3),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_the_first_gather_and_the_last_reduction_are_sent_once(
+    text: str, sends: Sends, sent: float, groups: int
+) -> None:
+    """Where nothing hides all is exposed, and no more; where all that can hides, these two are; a deeper model waits
+    no less."""
+    rounds, stack = rounds_of(Plan.parse(text)), replace(load_stack("torchtitan"), gather_wait=0.0)
+
+    def exposed(passes: tuple[float, float], depth: int = 1) -> float:
+        longer = Sends(*(depth * seconds for seconds in sends[:4]))
+        there = depth * passes[0], depth * passes[1]
+        return exposed_time(rounds, longer, there, stack, waits=0, groups=depth * groups)[0]
+
+    nothing = exposed_time(rounds, sends, (0.0, 0.0), stack, waits=0, groups=groups)
+    assert nothing == pytest.approx((sent, sent))
+    for compute in (0.1, 1.0, 3.0, 10.0):
+        passes = compute, 2 * compute
+        assert exposed(passes) <= nothing[0] * (1 + 1e-9)
+        assert exposed(passes, 2) >= exposed(passes) * (1 - 1e-9)
+    alone = exposed((1e3, 2e3))
+    assert alone == pytest.approx(exposed((1e6, 2e6))) and alone <= nothing[0] / groups * (1 + 1e-9)
+
+
 def test_deepspeed_adds_gradients_up_on_all_ranks_below_zero_3() -> None:
     stack, cluster = load_stack("deepspeed"), load_cluster("a10:1x4").with_(network=Link(bandwidth=1e9, latency=0.0))
     share = replace(stack, reduces_whole=False)

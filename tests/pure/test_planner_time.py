@@ -26,8 +26,9 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.ranks.activations import saved_bytes, saving_of
 from shardwise.plan.stack import AttentionKernel, Stack, load_stack, stack_of
-from shardwise.plan.time_terms.blocktime import CAST, Setting, _kernels, _matmul, _passes
+from shardwise.plan.time_terms.blocktime import CAST, _kernels, _matmul, _passes
 from shardwise.plan.time_terms.exchange import crossing
+from shardwise.plan.time_terms.setting import Setting
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload
@@ -605,3 +606,26 @@ def test_experts_of_grouped_products_are_started_one_by_one() -> None:
 
     few, more = (seconds(ep, 0.01) - seconds(ep, 0.0) for ep in (8, 2))
     assert more == pytest.approx(4 * few, rel=0.2) and few > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "stack"),
+    [
+        ("tp8 / mb8 / bf16 / seq", "megatron-core"),
+        ("fsdp2 tp4 / mb8 / bf16", "torchtitan"),
+        ("cp8 / mb8 / bf16", "fsdp1"),
+        ("tp2 cp4 / mb8 / bf16", "shardwise"),
+    ],
+)
+def test_no_step_is_longer_for_a_faster_host(text: str, stack: str) -> None:
+    """What is sent while a device waits for its host fills that wait: it hides nothing else, no other send too, and is
+    nothing that the host makes up for behind the head."""
+    sizes, there = profile_of(replace(preset("llama-1b"), num_layers=4)), load_cluster("mi300x:2x4")
+    plan, slow = Plan.parse(text), load_stack(stack)
+    for tokens in (512, 2048, 8192):
+        work = Workload(seq_len=tokens, global_batch=16)
+        steps = [
+            estimate_time(sizes, there, plan, work, stack=replace(slow, launch=slow.launch / share)).total
+            for share in (1, 1.25, 1.5, 2, 4, 8, 16, 32)
+        ]
+        assert all(after <= before * (1 + 1e-9) for before, after in pairwise(steps)), (tokens, steps)

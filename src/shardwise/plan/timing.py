@@ -22,9 +22,10 @@ from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.stack import Stack, stack_of
-from shardwise.plan.time_terms.blocktime import Setting, block_time
+from shardwise.plan.time_terms.blocktime import block_time
 from shardwise.plan.time_terms.datatime import exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.time_terms.loading import loading_time
+from shardwise.plan.time_terms.setting import Setting
 from shardwise.plan.time_terms.simulate import Costs, pipeline_time
 from shardwise.plan.time_terms.stalls import stalled
 from shardwise.plan.updating import update_time

@@ -131,7 +131,7 @@ def _moved(kept: float, division: Division, stages: Sequence[Stage], stack: Stac
     if not plan.offload.activations:
         return kept
     blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
-    moving = 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks) * division.tokens
+    moving = 2 * max((kept_bytes(block, n, plan, how) for block, n in blocks), default=0.0) * division.tokens
     return min(kept, max((1 - stack.offloads_blocks) * kept, moving))
 
 

@@ -321,13 +321,16 @@ def kept_in(stage: Stage, plan: Plan, how: Saving) -> float:
 def again_in(stage: Stage, plan: Plan, how: Saving) -> float:
     """Bytes per token of a block that is computed again, beyond what the stage has kept.
 
-    Those behind it have given back what they kept; of activations on the host that took no room.
+    Those behind it have given back what they kept, all of it where they are not recomputed; of activations on the host
+    that took no room.
     """
-    if len(stage.counts) < 2 or plan.offload.activations:
+    alike = len(stage.counts) < 2 and plan.recompute.mode in ("blocks", "ops")
+    if alike or plan.offload.activations:
         return max((saved_bytes(block, how) / block.calls for block, _ in stage.counts), default=0.0)
     most = behind = 0.0
     for n, block in reversed([*enumerate(stage.blocks, start=stage.start)]):
-        most = max(most, saved_bytes(block, how) / block.calls - behind)
+        if is_recomputed(n, plan):
+            most = max(most, saved_bytes(block, how) / block.calls - behind)
         behind += kept_bytes(block, n, plan, how)
     return most
 

@@ -21,7 +21,7 @@ from shardwise.plan.rows.pipeline import micro_batches_fit
 from shardwise.plan.searching.bounds_sizes import SizeBounds
 from shardwise.plan.searching.bounds_work import RankWork, Upto, Work, rank_works, stage_costs
 from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
-from shardwise.plan.searching.keys import cut_as
+from shardwise.plan.searching.keys import cut_as, sent_as
 from shardwise.plan.time_terms.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of, turns_of
 from shardwise.plan.time_terms.loading import loading_time
 from shardwise.plan.timing import STRAGGLERS, fixed_time, loss_time, schedule_time
@@ -80,12 +80,15 @@ class Bounds(SizeBounds):
         return min((self.pipe_time(pipe, 0) for pipe in where), default=inf)
 
     def _held(self, core: Core) -> float:
-        """Device memory without which no rank has: a shard of all states, on the device."""
-        key = core.precision, core.world
-        if key not in self._shards:
-            plan = Plan(axes=Axes(dp_shard=core.world), zero=3 if core.world > 1 else 0, precision=core.precision)
-            division = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
-            self._shards[key] = self.on_device(sum(states_of(division, division.ranks[0], self.space.stack).values()))
+        """Device memory that no rank is without: a shard of all states; `tp` divides gradients that data axes leave."""
+        if (key := (core.precision, core.world)) not in self._shards:
+            space, tables = self.space, []
+            for world in (core.world, 1):
+                plan = Plan(axes=Axes(dp_shard=world), zero=3 if world > 1 else 0, precision=core.precision)
+                division = Division(space.profile, plan, space.workload, space.stack.cut)
+                tables.append(states_of(division, division.ranks[0], space.stack))
+            gradients = min(tables[0].pop("gradients"), tables[1]["gradients"] / core.world)
+            self._shards[key] = self.on_device(sum(tables[0].values()) + gradients)
         return self._shards[key]
 
     def pipe_time(self, pipe: Pipe, policy: int, data: float = 0.0) -> float:
@@ -290,7 +293,7 @@ class Bounds(SizeBounds):
         """Seconds of the optimizer's rule that `flow_time` does not have."""
         if not self._has_rule:
             return 0.0
-        key = (_sent_as(flow.pipe), *cut_as(flow.schedule), spread.dp_replicate, spread.dp_shard, spread.zero)
+        key = (sent_as(flow.pipe), *cut_as(flow.schedule), spread.dp_replicate, spread.dp_shard, spread.zero)
         if key not in self._rules:
             space, core = self.space, flow.pipe.core
             plan = Plan(axes=spread.axes, zero=spread.zero, schedule=flow.schedule, precision=core.precision)
@@ -303,7 +306,7 @@ class Bounds(SizeBounds):
         """The least of all spreads with such a `zero`."""
         if not self._has_rule:
             return 0.0
-        key = (_sent_as(flow.pipe), *cut_as(flow.schedule), flow.pipe.data, zero)
+        key = (sent_as(flow.pipe), *cut_as(flow.schedule), flow.pipe.data, zero)
         if key not in self._rules:
             spreads = (spread for spread in self.space.spreads(flow.pipe) if spread.zero == zero)
             self._rules[key] = min(self._rule(flow, spread) for spread in spreads)
@@ -339,7 +342,7 @@ class Bounds(SizeBounds):
 
     def _least_sent(self, pipe: Pipe) -> dict[Zero, Sends]:
         """Of each `zero` the least of all spreads, each way by itself."""
-        key = _sent_as(pipe), pipe.data, pipe.offloaded
+        key = sent_as(pipe), pipe.data, pipe.offloaded
         if key not in self._least_sends:
             found = self._least_sends[key] = {}
             for spread in self.space.spreads(pipe):
@@ -349,15 +352,18 @@ class Bounds(SizeBounds):
     def _sent(self, spread: Spread) -> Sends:
         """Of an average rank."""
         pipe, core, profile = spread.pipe, spread.pipe.core, self.space.profile
-        key = (_sent_as(pipe), spread.dp_replicate, spread.dp_shard, spread.zero)
+        key = (sent_as(pipe), spread.dp_replicate, spread.dp_shard, spread.zero)
         if key not in self._sends:
             plan = Plan(axes=spread.axes, zero=spread.zero, precision=core.precision)
             (dense, experts), shards = self._local(pipe), core.cp * spread.dp_shard if spread.zero else 1
-            ends, blocks = min(dense, (profile.embedding + profile.head.params) / core.tp), self._blocks_of(pipe.pp)
+            tied = profile.vocab * profile.dim if profile.tied else 0
+            ends = min(dense, (profile.embedding + profile.head.params - tied) / core.tp)
             apart = experts if core.ep > 1 else 0.0
             packed = gathered_share(profile, self.space.workload.packed, core.width)  # and of ends, at least
             parts = (
-                Part("data", dense - ends + experts - apart, max(blocks, 1), 1, shards, packed=packed),
+                Part(
+                    "data", dense - ends + experts - apart, max(self._blocks_of(pipe.pp), 1), 1, shards, packed=packed
+                ),
                 Part("data", ends, 1, 1, shards, True, packed),
                 Part("expert_data", apart, 1, 1, max(1, shards * core.tp // core.ep), packed=packed),
             )
@@ -392,9 +398,3 @@ class Bounds(SizeBounds):
         """(dense, expert) parameters of an average rank, before data axes shard them."""
         core, (dense, experts) = pipe.core, self._params
         return dense / core.tp / pipe.pp, experts / (core.ep if core.ep > 1 else core.tp) / pipe.pp
-
-
-def _sent_as(pipe: Pipe) -> tuple[object, ...]:
-    """What of a pipe decides on what data axes send."""
-    core = pipe.core
-    return core.tp, core.cp, core.ep, core.precision, pipe.pp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from shardwise.model.profile import Block
 from shardwise.plan.eager.kernels import deferred_in, local_of
@@ -13,9 +14,20 @@ from shardwise.plan.searching.bounds_work import Cut, Flight, Upto
 from shardwise.plan.searching.families import Core
 from shardwise.plan.searching.space import Space
 
-KeptBytes = tuple[list[Upto], list[list[float]], list[float], list[Upto]]
-"""Bytes per token of a micro-batch: by policy, kept up to each block, and of it; distinct blocks in full; and by policy
-gradients up to each block that wait for the weights' part of a backward pass."""
+
+class KeptBytes(NamedTuple):
+    """Bytes per token of a micro-batch: for each recompute policy, but for `blocks`."""
+
+    upto: list[Upto]
+    """Kept up to each block."""
+    steps: list[list[float]]
+    """Kept of each block."""
+    blocks: list[float]
+    """Of each distinct block in full."""
+    waiting: list[Upto]
+    """Gradients up to each block that wait for the weights' part of a backward pass."""
+    marks: Sequence[Sequence[bool]]
+    """Which blocks it recomputes."""
 
 
 def full_sizes(
@@ -57,7 +69,7 @@ def bytes_kept(
     late = {id(block): deferred_in(block, local_of(plan)) for block, _ in blocks}
     waits = [[0.0 if on else late[key] for key, on in zip(keys, marks, strict=True)] for marks in every_mark]
     waiting = [tuple(accumulate(sizes, initial=0.0)) for sizes in waits]
-    return upto, steps, [full[id(block)] for block, _ in blocks], waiting
+    return KeptBytes(upto, steps, [full[id(block)] for block, _ in blocks], waiting, every_mark)
 
 
 def kept_by(
@@ -68,16 +80,17 @@ def kept_by(
     `flight` counts them for each stage, `late` those whose weights wait for gradients. Where it offloads they are
     on the host, but for those of the block at work and of the one ahead of it.
     """
-    (every, steps, blocks, waiting), (stages, _, distinct), (counts, offload) = kept, cut, flight
-    upto, block, size = every[policy], max([blocks[number] for number in distinct], default=0.0), 0.0
+    (stages, _, distinct), (counts, offload), upto, steps = cut, flight, kept.upto[policy], kept.steps[policy]
+    block, size, waiting = max([kept.blocks[n] for n in distinct], default=0.0), 0.0, kept.waiting[policy]
     for (start, end), count in zip(stages, counts, strict=False):
         size += count * (upto[end] - upto[start])
     for (start, end), count in zip(stages, late, strict=False):
-        size += count * (waiting[policy][end] - waiting[policy][start])
+        size += count * (waiting[end] - waiting[start])
     if offload:
-        size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
-    last = max([steps[0][end - 1] for start, end in stages if end > start], default=0.0)  # and no more is sure
-    return size, last if policy else 0.0, block
+        size = min(size, 2 * max([max(steps[start:end], default=0.0) for start, end in stages]))
+    marks = kept.marks[policy]  # what others keep has gone by the last block's turn; and no more is sure
+    last = max([kept.steps[0][end - 1] for start, end in stages if end > start and marks[end - 1]], default=0.0)
+    return size, last, block
 
 
 def head_in(cut: Cut) -> int:

@@ -309,7 +309,12 @@ class SizeBounds:
         return tuple(held + grads * part + ahead for part, (held, grads, ahead) in zip(parts, tables * 2, strict=True))
 
     def hosted(self, flow: Flow, spread: Spread) -> float:
-        """Below the bytes of host memory for each device that the states of such plans take, where they are there."""
+        """Below the bytes of host memory for each device that the states of such plans take, where they are there.
+
+        Where processors compute, hosts and devices have one memory, which `around` and `plan_size` look at.
+        """
+        if self.space.stack.eager:
+            return 0.0
         cluster, key = self.space.cluster, (flow.pipe.core.world, states_as(flow, spread))
         if key not in self._hosted:
             offloaded = offloaded_of(self.division(flow, spread), self.space.stack)

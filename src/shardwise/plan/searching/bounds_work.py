@@ -15,7 +15,8 @@ from shardwise.plan.ranks.imbalance import busiest_block, factor_of
 from shardwise.plan.searching.families import Core
 from shardwise.plan.searching.space import Space
 from shardwise.plan.stack import Stack
-from shardwise.plan.time_terms.blocktime import Setting, block_time
+from shardwise.plan.time_terms.blocktime import block_time
+from shardwise.plan.time_terms.setting import Setting
 from shardwise.plan.time_terms.simulate import Costs
 
 Upto = tuple[float, ...]

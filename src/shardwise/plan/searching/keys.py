@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.plan.plan import V_SHAPED, Schedule
-from shardwise.plan.searching.families import Core, Flow, Spread
+from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
 
 
 def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
@@ -11,7 +11,8 @@ def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
     pipe, core = flow.pipe, flow.pipe.core
     shards = spread.dp_shard * core.cp if spread.zero else 1
     kinds = core.tp, core.ep, core.precision, shards, spread.zero
-    return *kinds, pipe.data * core.cp > 1, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
+    several = pipe.data > 1, core.cp > 1, spread.dp_replicate > 1, pipe.micro_batches > 1
+    return *kinds, *several, pipe.pp, *cut_as(flow.schedule)
 
 
 def cut_as(schedule: Schedule) -> tuple[int, bool]:
@@ -29,3 +30,9 @@ def flow_as(flow: Flow) -> tuple[object, ...]:
     pipe, core = flow.pipe, flow.pipe.core
     sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision, core.float8)
     return *sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload
+
+
+def sent_as(pipe: Pipe) -> tuple[object, ...]:
+    """What of a pipe decides on what data axes send."""
+    core = pipe.core
+    return core.tp, core.cp, core.ep, core.precision, pipe.pp

@@ -242,8 +242,9 @@ class Space:
         key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8, compiled)
         if key not in self._savings:
             plan = Plan(axes=Axes(tp=core.tp), precision=core.precision, tensor=Tensor(sequence=core.sequence))
+            work, compute = self.workload, self.workload.compute or ("fp8" if core.float8 != "none" else "")
             stack = self.stack_for(core, compiled=compiled)
-            self._savings[key] = saving_of(plan, stack, self.workload.seq_len, adapters=self.workload.adapters)
+            self._savings[key] = saving_of(plan, stack, work.seq_len, compute, work.adapters)
         return self._savings[key]
 
     # ------------------------------------------------------------ step 1: cores

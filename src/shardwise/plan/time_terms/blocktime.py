@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
 from shardwise.plan.costs.kernels import (
     BYTES,
     SCANS,
-    TAIL,
     attention_backward,
     attention_kernel,
     attention_time,
@@ -22,58 +20,13 @@ from shardwise.plan.costs.kernels import (
     pointwise_time,
     unaligned_share,
 )
-from shardwise.plan.costs.links import Group, collective_time, group_of
+from shardwise.plan.costs.links import group_of
 from shardwise.plan.frozen import ADAPTER_KERNELS, adapter_time, whole_time
-from shardwise.plan.plan import Axes
 from shardwise.plan.stack import Stack
 from shardwise.plan.time_terms.exchange import exchange_time, mask_time
+from shardwise.plan.time_terms.inside import context_time, tensor_time
+from shardwise.plan.time_terms.setting import Setting, Shape
 from shardwise.plan.updating import apart
-from shardwise.plan.workload import PACKED, Adapters, Packed
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Everything but the block and the micro-batch."""
-
-    cluster: Cluster
-    stack: Stack
-    axes: Axes
-    dtype: str
-    sequence: bool = False
-    context: str = "ring"
-    frozen: bool = False
-    """Weights get no gradient (adapters on top of them do)."""
-    gathers: bool = False
-    """`fully_shard` holds the parameters."""
-    adapters: Adapters | None = None
-    """Which are beside frozen weights."""
-    casts: bool = False
-    """One process casts them, each by a kernel of its own."""
-
-    @property
-    def packed(self) -> Packed | None:
-        """How frozen weights are packed; None: they are not."""
-        return PACKED[self.adapters.base] if self.adapters and self.adapters.base else None
-
-    @property
-    def launch(self) -> float:
-        """Seconds of the host per kernel: those that a probe found, else the stack's."""
-        return self.cluster.launch or self.stack.launch
-
-    @property
-    def product_launch(self) -> float:
-        """The same per matrix product."""
-        return self.cluster.product_launch or self.launch
-
-    @property
-    def biased_launch(self) -> float:
-        """And per product whose kernel adds a bias."""
-        return self.cluster.biased_launch or self.product_launch
-
-    @property
-    def width(self) -> float:
-        """Bytes of an activation."""
-        return BYTES[self.dtype] if self.dtype not in ("fp8", "fp4") else 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +47,8 @@ class BlockTime:
     """The part of the backward that makes gradients of weights, which a zero-bubble schedule moves: what the kernels of
     the rest, or the launch of these, leave of it."""
     lag: float
-    """Of the backward pass, seconds in which the device waits for the host: none, where that is as far ahead."""
+    """Of the backward pass, seconds in which the device waits for the host and nothing is sent: none, where that is as
+    far ahead."""
     whole: float
     """What repeating its forward pass adds to its backward pass."""
     light: float
@@ -103,10 +57,6 @@ class BlockTime:
     def again(self, mode: str) -> float:
         """Seconds that recomputing the block adds to its backward pass."""
         return self.light if mode == "ops" else self.whole
-
-
-Shape = tuple[float, int]
-"""Sequences of a micro-batch, and their length over all ranks."""
 
 
 @lru_cache(maxsize=65536)
@@ -120,8 +70,12 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     forward, backward, light, weight, kernels, apart = _kernel_times(block, shape, alike)
     device, host = (forward, backward), _host(block, shape[0], kernels, setting)
     compute = max(forward, host[0]) + max(backward, host[1])
-    tensor, hidden = _tensor(block, shape, setting, compute)
-    context = _context(block, shape, setting, compute - sum(device))
+    # what is sent while the device waits for the host is behind that in `_passes`
+    tensor, hidden = tensor_time(block, shape, setting, sum(device) if setting.stack.launches_hide else compute)
+    ahead, back, _ = _passes(device, host, tensor, setting.stack)
+    idle, late = ahead + back - sum(device) - tensor, back - backward - tensor / 2
+    context = context_time(block, shape, setting, idle)
+    filled = context_time(block, shape, setting, 0.0) - context
     tokens, there = shape[0] * shape[1] / setting.axes.cp / setting.axes.tp, (setting.cluster, setting.stack)
     expert = exchange_time(block.matmuls, tokens, setting.width, setting.axes.ep, there)
     tensor += _waits(host, compute + tensor + context + expert, setting)
@@ -142,7 +96,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         expert=expert,
         hidden=behind if (behind := hidden + tensor - exposed) > 1e-9 * compute else 0.0,  # to rounding
         weight=back - inputs,
-        lag=max(0.0, host[1] - backward),
+        lag=max(0.0, late * (1 - filled / idle)) if idle > 0 else 0.0,
         whole=max(both - _unneeded(block, shape, alike) - back, 0.0) + again,
         light=_again_light(light, device, host, SELECTIVE * looks),
     )
@@ -337,64 +291,3 @@ def _kernels(op: Op, batch: float, setting: Setting) -> int:
         kernel = attention_kernel(op, batch, setting.axes.tp, setting.stack)
         return {"unfused": 7, "fused-softmax": 4}.get(kernel, 1)
     return 1 if setting.stack.fused else op.kernels
-
-
-def _tensor(block: Block, shape: Shape, setting: Setting, compute: float) -> tuple[float, float]:
-    """(exposed, hidden) seconds of the tp axis: per row-sharded product a reduction forward and one backward."""
-    if setting.axes.tp == 1:
-        return 0.0, 0.0
-    group = group_of(setting.axes, "tp")
-    tokens = shape[0] * shape[1] / setting.axes.cp
-    size = tokens * block.width * setting.width
-    reductions = sum(op.split == "row" and not (op.experts and setting.axes.ep > 1) for op in block.matmuls)
-    if block.name == "head":
-        reductions = 1  # the gradient of its input
-    one = _reduction(size, group, setting)
-    total = one * reductions * (1 if block.name == "head" else 2)
-    hides = setting.stack.overlap_tensor * min(total, compute)
-    return total - hides, hides
-
-
-def _reduction(size: float, group: Group, setting: Setting) -> float:
-    share = setting.stack.network
-    if setting.sequence:
-        gather = collective_time("all_gather", size, group, setting.cluster, share)
-        return gather + collective_time("reduce_scatter", size, group, setting.cluster, share)
-    return collective_time("all_reduce", size, group, setting.cluster, share)
-
-
-def _context(block: Block, shape: Shape, setting: Setting, idle: float) -> float:
-    """Exposed seconds of the cp axis: keys and values, forward once and backward twice, behind attention.
-
-    `idle`: seconds that the device waits for launches, behind which they are sent too.
-    """
-    cp = setting.axes.cp
-    if cp == 1:
-        return 0.0
-    group = group_of(setting.axes, "cp")
-    tokens = shape[0] * shape[1] / cp
-    total = 0.0
-    for op in block.attentions:
-        share = setting.stack.network
-        if setting.context == "ulysses":
-            size = tokens * (op.heads + op.kv_heads) * (op.qk_dim + op.v_dim) * setting.width / setting.axes.tp
-            total += 2 * collective_time("all_to_all", size, group, setting.cluster, share)
-            continue
-        size = tokens * cp * op.kv_heads * (op.qk_dim + op.v_dim) * setting.width / setting.axes.tp
-        sent = 3 * collective_time("all_gather", size, group, setting.cluster, share)
-        ahead = attention_time(
-            op,
-            (shape[0], shape[1] // cp, shape[1]),
-            setting.axes.tp,
-            setting.cluster.device,
-            setting.stack,
-            setting.dtype,
-        )
-        behind = ahead + attention_backward(ahead, setting.stack)
-        if setting.context == "gather":
-            total += sent
-            continue
-        part = tokens * op.heads * op.v_dim / setting.axes.tp  # each turn merges its part into the output, in fp32
-        merge = pointwise_time(3 * part, setting.cluster.device, 4.0) + 3 * TAIL
-        total += max(sent - behind * 0.9 - idle, 0.1 * sent) + 3 * (cp - 1) * merge
-    return total

@@ -214,8 +214,8 @@ def exposed_time(
     """(exposed, sent): seconds per step that no compute hides, and all that are sent.
 
     What an engine that keeps shards sends (FSDP2, DDP) hides behind as much compute as `overlap_data` says, the first
-    gather and the last reduction apart: nothing runs ahead of the one, nor behind the other. Of other stacks, and on a
-    CPU, where the processor sends, that share of all that is sent at most is hidden.
+    gather and the last reduction apart: nothing runs ahead of the one, nor behind the other (`_left`). Of other stacks,
+    and on a CPU, where the processor sends, that share of all that is sent at most is hidden.
     Source: what `fully_shard` prefetches and when it reduces (arXiv:2304.11277, section 3.3); shares are fitted to
     published runs (docs/planner-accuracy.md).
 
@@ -227,19 +227,18 @@ def exposed_time(
         waits: blocks whose gather the host waits for.
         groups: what is gathered and reduced one after the other.
     """
-    (gather, again, reduce, across), (forward, backward) = sends[:4], passes
-    count, hides = rounds.micro_batches, stack.overlap_data
-    first, last = gather / groups, reduce / groups
+    (gather, again, reduce, across), count, hides = sends[:4], rounds.micro_batches, stack.overlap_data
+    forward, backward = hides * passes[0], hides * passes[1]
+    ahead = _left(gather, gather, forward, groups)
     if rounds.frees:
         wait = stack.gather_wait * (waits + (not rounds.reshards))  # gathered once, it is what `zero` 1 does below
-        ahead, back = max(0.0, gather - hides * forward), max(0.0, sends.backward(count, again) - hides * backward)
-        exposed = (ahead + back + (1 + rounds.reshards) * wait + first + last) * count
+        back = _left(sends.backward(count, again), sends.backward(count), backward, groups, early=again)
+        exposed = (ahead + back + (1 + rounds.reshards) * wait) * count
         sent = (gather + again + reduce) * count + across
         if rounds.pp > 1 and stack.keeps_shards:  # backward passes leave weights for the forward passes between them
             early = min(count, rounds.pp)
-            exposed = (max(0.0, again - hides * backward) + wait + first) * count
-            exposed += (ahead + wait + first) * early
-            exposed += max(0.0, sends.backward(1) - hides * backward) + last
+            exposed = (_left(again, again, backward, groups) + wait) * count + (ahead + wait) * early
+            exposed += _left(sends.backward(1), sends.backward(1), backward, groups)
             sent = again * count + gather * early + reduce + across
         return exposed, max(sent, exposed)
     times, wait = rounds.reductions, stack.gather_wait * (1 + waits) * (rounds.zero > 0)
@@ -249,9 +248,22 @@ def exposed_time(
         return exposed, exposed
     if stack.keeps_shards and not stack.eager:
         added = sends.backward(times)
-        ahead, back = max(0.0, gather - hides * forward), max(0.0, added - hides * backward)
-        exposed = ahead + first + wait + (back + added / groups) * times
+        exposed = ahead + wait + _left(added, added, backward, groups) * times
         return exposed, max(sent, exposed)
-    behind = backward * times + forward * (rounds.zero > 0)  # the gather hides behind the next forward pass
+    behind = passes[1] * times + passes[0] * (rounds.zero > 0)  # the gather hides behind the next forward pass
     hidden = hides * min(behind * rounds.behind, sent)
     return sent - hidden + wait, sent + wait
+
+
+def _left(sent: float, apart: float, hides: float, groups: int, early: float = 0.0) -> float:
+    """Seconds of sending that are left of a pass which hides so many of `groups` equal parts.
+
+    Args:
+        sent: all that is sent beside the pass.
+        apart: of it, what is of the kind whose one part has no compute beside it: the first gather, the last reduction.
+        hides: seconds of the pass that hide what is sent.
+        groups: parts.
+        early: of it, what is gathered ahead of the next part, so that some is there to send beside the first part too;
+            beside that one nothing else is: no gradient is there yet, as no part is left to gather beside the last.
+    """
+    return max(apart / groups, sent - (hides - max(0.0, hides - early) / groups))
