@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -85,10 +85,10 @@ def passing_of(
     new = [fresh_gradients(division, stage) * (gradients > 0) for stage in stages]
     logits, stream = logits_of(division, stack), tokens * compute_width(plan)
     running, at_inputs = (again + working) * recomputes, [behind_inputs(division, stage) for stage in stages]
-    found, at_work = [], []
+    line, found, at_work = in_line(division, stages), [], []
     for point in _points(plan, rank, stages, own=own):
         turn, stage = point.turn, stages[point.turn]
-        waits, sent = in_line(division, stages, point.alive, point.pending) if own else (0.0, 0.0)
+        waits, sent = line(point.alive, point.pending) if own else (0.0, 0.0)
         here = Passing(
             kept=_moved(sum(map(mul, point.alive, kept)) + waits * tokens, division, stages, stack),
             sent=(sent + point.come * compute_width(plan)) * tokens,
@@ -127,9 +127,10 @@ def left_whole(division: Division, stages: Sequence[Stage], whole: Sequence[int]
 
 def _moved(kept: float, division: Division, stages: Sequence[Stage], stack: Stack) -> float:
     """Those of so many kept bytes on the device: of what moves to the host, what two blocks keep is here."""
-    plan, how = division.plan, division.saving(stack)
+    plan = division.plan
     if not plan.offload.activations:
         return kept
+    how = division.saving(stack)
     blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
     moving = 2 * max((kept_bytes(block, n, plan, how) for block, n in blocks), default=0.0) * division.tokens
     return min(kept, max((1 - stack.offloads_blocks) * kept, moving))
@@ -146,9 +147,10 @@ def _points(plan: Plan, rank: int, stages: Sequence[Stage], *, own: bool) -> Ite
     none, every, no = (0,) * len(stages), (1,) * len(stages), (False,) * len(stages)
     ends = [n for n in turns if stages[n].last] or [0]
     if own and plan.schedule.kind in ZERO_BUBBLE:
+        later = adds_in_another_type(plan)
         for each in moments_of(plan.schedule.kind, *few_rounds(*shape))[rank]:
             if each.work in "BI":
-                come, made = in_flight_at(stages, each), (_fresh(each, plan, stages), _begun(each, plan))
+                come, made = in_flight_at(stages, each), (_fresh(each, plan, stages), _begun(each, plan, later))
                 yield _Point(each.work, each.turn, each.alive, each.pending, *made, each.whole, come)
     elif own:
         come = received(stages, plan)
@@ -159,9 +161,9 @@ def _points(plan: Plan, rank: int, stages: Sequence[Stage], *, own: bool) -> Ite
         yield from (_Point("B", ends[0], alive, none, no, no, no, 0.0) for alive in peaks)
 
 
-def _begun(moment: Moment, plan: Plan) -> list[bool]:
-    """Of each stage, whether weights have gradients in the type in which they are added up."""
-    later, at_once = adds_in_another_type(plan), plan.recompute.mode == "blocks"
+def _begun(moment: Moment, plan: Plan, later: bool) -> list[bool]:
+    """Of each stage, whether weights have gradients in the type in which they are added up; `later`: it is another."""
+    at_once = plan.recompute.mode == "blocks"
     made = zip(moment.added if later else moment.begun, moment.reached, strict=True)
     return [added or (at_once and count > later) for added, count in made]
 
@@ -227,28 +229,28 @@ def working_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> f
 
 
 def in_line(
-    division: Division, stages: Sequence[Stage], alive: Sequence[int], pending: Sequence[int]
-) -> tuple[float, float]:
+    division: Division, stages: Sequence[Stage]
+) -> Callable[[Sequence[int], Sequence[int]], tuple[float, float]]:
     """Bytes per token that a rank of a pipeline has beside what its blocks keep: what waits, and what was sent.
+
+    Of micro-batches that each of its stages keeps, and of these that are pending: whose inputs have gradients and whose
+    weights have none yet.
 
     A stage's output stays until its backward pass begins. Behind the loss micro-batches that wait have their logits
     too, and what the head keeps; gradients wait for the weights' part of a backward pass.
-
-    Args:
-        division: of the plan.
-        stages: of the rank.
-        alive: micro-batches that each of them keeps.
-        pending: of these, whose inputs have gradients and whose weights have none yet.
     """
     plan, width = division.plan, compute_width(division.plan)
-    starts, total, passed = {stage.start for stage in stages}, 0.0, 0.0
-    for stage, number, late in zip(stages, alive, pending, strict=True):
-        passed += number * (stage.start + len(stage.blocks) not in starts) * stage.handed * width
-        if stage.last:
-            vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
-            total += behind_loss((number, late), vocab, division.profile.dim, width)
-        total += late * waiting_gradients(division, stage)
-    return total, passed
+    starts, dim = {stage.start for stage in stages}, division.profile.dim
+    handed = [(stage.start + len(stage.blocks) not in starts) * stage.handed * width for stage in stages]
+    each = [waiting_gradients(division, stage) for stage in stages]
+    vocab = division.profile.vocab / (plan.axes.tp if plan.tensor.loss else 1)
+    head = next((turn for turn, stage in enumerate(stages) if stage.last), None)
+
+    def line(alive: Sequence[int], pending: Sequence[int]) -> tuple[float, float]:
+        behind = behind_loss((alive[head], pending[head]), vocab, dim, width) if head is not None else 0.0
+        return behind + sum(map(mul, pending, each)), sum(map(mul, alive, handed))
+
+    return line
 
 
 def behind_loss(waiting: tuple[int, int], vocab: float, dim: int, width: float) -> float:
