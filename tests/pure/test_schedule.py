@@ -215,7 +215,12 @@ def test_gradients_come_with_the_first_backward_pass_of_their_stage() -> None:
                 )
     assert whole_backwards("looped-bfs", (2, 2, 4), 0)[-1] == (1, (4, 3), (False, True), (False, True))
     assert beside_gradients("1f1b", (4, 1, 9), 0) is None
-    assert beside_gradients("zero-bubble", (2, 2, 2), 1) == ()
+    # F1 F1 F3 I3 F3 [I3] W3 [I1] W3 [I1] W1 W1, by stages 1 and 3: one waits, and none was added up
+    assert beside_gradients("zero-bubble", (2, 2, 2), 1) == (
+        (1, (2, 2), (0, 1), (False, False)),
+        (0, (2, 1), (0, 1), (False, False)),
+        (0, (2, 0), (1, 0), (False, False)),
+    )
     assert beside_gradients("gpipe", (4, 1, 9), 0) == ((0, (8,), (0,), (True,)),)
     assert beside_gradients("1f1b", (4, 1, 4), 0) == ((0, (3,), (0,), (True,)),)
 

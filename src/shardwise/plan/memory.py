@@ -26,12 +26,7 @@ from shardwise.plan.memory_terms.holding import (
     sending,
     sent_before,
 )
-from shardwise.plan.memory_terms.passing import (
-    beside_buckets,
-    block_bytes,
-    passing_of,
-    reduced_last,
-)
+from shardwise.plan.memory_terms.passing import beside_buckets, block_bytes, passing_of, reduced_last
 from shardwise.plan.messages.data import held_sums, reduce_width
 from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.activations import compute_width, recomputed_in
@@ -242,7 +237,9 @@ def _rank_memory(
         loss["gradients"] = most.gradients + most.fresh
         loss["gathered"] += sent_before(division, stack)
         begins = running.kept + running.again, backward["gradients"] - gradients + running.gradients
-        backward["activations"], backward["gradients"] = max(begins, (block, backward["gradients"]), key=sum)
+        ends = block, backward["gradients"]
+        either = max(begins, ends, key=lambda each: each[0] + each[1] * bool(there))  # or they are on the host
+        backward["activations"], backward["gradients"] = either
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
     if stack.name in OWN:
@@ -255,16 +252,14 @@ def _rank_memory(
     if stack.name in OWN and is_replicated(plan):
         ahead = most.gradients, backward["gradients"]
         loss["gradients"], backward["gradients"], update["gradients"] = beside_buckets(plan, gradients, ahead)
-    phases = {"loss": loss, "backward": backward, "update": update}
+    found = {"loss": loss, "backward": backward, "update": update}
+    phases = {name: _on_device(name, terms, plan, stack) for name, terms in found.items()}
     units = of_units(division, stages, {**states, "activations": running.kept}, gradients, stack)
     for name, terms in (*units.items(), *reduced_last(division, stages, states, gradients, stack).items()):
-        phases[name] = max(phases[name], dict(terms), key=lambda each: sum(each.values()))
-    if plan.offload.state:
-        for name, terms in phases.items():
-            rest = _without_states(terms, stack)
-            adds_up = terms.get("gradients", 0.0) * (name != "update" and accumulates_whole(plan, stack))
-            phases[name] = {"gradients": adds_up} | rest if stack.offloads_grads else rest
-    elif stack.name in OWN and not stack.fused and any(block.courses for block in division.profile.blocks):
+        here = _on_device(name, terms, plan, stack)
+        phases[name] = max(phases[name], here, key=lambda each: sum(each.values()))
+    by_course = stack.name in OWN and not stack.fused and any(block.courses for block in division.profile.blocks)
+    if by_course and not plan.offload.state:
         whole_states = states_of(division, stages, replace(stack, eager=True))
         for name, terms in eager_rank(division, rank, stages, {**states, **whole_states}, gloo=False).items():
             if sum(terms.values()) > sum(phases.get(name, {}).values()):
@@ -286,6 +281,15 @@ def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[Rank
     stay = (*STATES, "temporary")  # an update's fits nothing of a pass
     most = max(total - sum(phases[name].get(term, 0.0) for term in stay) for name, total in sums.items())
     return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase, most), sums
+
+
+def _on_device(name: str, terms: Mapping[str, float], plan: Plan, stack: Stack) -> dict[str, float]:
+    """Those of a phase's terms that are on the device, with states offloaded or not."""
+    if not plan.offload.state:
+        return dict(terms)
+    rest = _without_states(terms, stack)
+    adds_up = terms.get("gradients", 0.0) * (name != "update" and accumulates_whole(plan, stack))
+    return {"gradients": adds_up} | rest if stack.offloads_grads else rest
 
 
 def _without_states(terms: Mapping[str, float], stack: Stack) -> dict[str, float]:
