@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.parallel.looks.reach import Reach
 from shardwise.parallel.looks.writes import Writes
 from shardwise.testing import World
 
@@ -70,6 +71,18 @@ def test_what_was_written_and_its_count_are_put_back() -> None:
     graph.sum().backward()
     assert all(torch.equal(kept[name].nan_to_num(), before[name].nan_to_num()) for name in before if name != "float8")
     assert kept["float8"].float().tolist() == [1, 1] and x.grad is not None and x.grad.tolist() == [1, 1]
+
+
+class Sentinel(type):
+    """Of a value that is its own class, as libraries mark states."""
+
+
+DONE: Any = Sentinel("DONE", (Sentinel,), {})
+DONE.__class__ = DONE
+
+
+def test_a_value_that_is_its_own_class_is_looked_at_like_any() -> None:
+    assert type(DONE) is DONE and not Reach(lambda: DONE).opaque
 
 
 def strict(kind: str) -> list[float]:

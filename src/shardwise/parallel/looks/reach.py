@@ -208,7 +208,7 @@ _OF_C = types.MethodDescriptorType | types.WrapperDescriptorType
 def _is_by_python(kind: type) -> bool:
     """Whether a `class` statement, or a call of `type`, has made it: C code has methods of its own kinds."""
     own = (value for value in vars(kind).values() if isinstance(value, _OF_C) and value.__objclass__ is kind)
-    is_class = type(kind) is type or _is_by_python(type(kind))
+    is_class = type(kind) in (type, kind) or _is_by_python(type(kind))  # some sentinels are their own class
     return is_class and bool(kind.__flags__ & _MADE_LATER) and next(own, None) is None
 
 
