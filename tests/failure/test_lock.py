@@ -325,7 +325,8 @@ def test_the_file_of_a_run_that_began_in_its_place_is_left_alone(tmp_path: Path)
 
 def _of_train(folder: Path) -> Iterator[None]:
     settings = SimpleNamespace(train=SimpleNamespace(checkpoints=None))
-    with cli_train._held(RunDir(folder), SimpleNamespace(settings=settings), None, cli_train.How()):  # type: ignore[arg-type]
+    given: Any = SimpleNamespace(settings=settings)  # all that it asks of a configuration
+    with cli_train._held(RunDir(folder), given, None, cli_train.How()):
         yield
 
 

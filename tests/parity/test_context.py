@@ -356,7 +356,7 @@ class Counting(nn.Module):
         self.padding_idx = 2
 
     def get_input_embeddings(self) -> nn.Module:
-        raise NotImplementedError
+        raise NotImplementedError  # as that of transformers' base class does
 
     def create_position_ids_from_input_ids(self, input_ids: torch.Tensor, padding_idx: int) -> torch.Tensor:
         counts = input_ids.ne(padding_idx).long()

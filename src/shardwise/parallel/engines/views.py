@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.parallel.layers.regions import own
 from shardwise.parallel.layers.tensor_hooks import wrap_forward
 from shardwise.parallel.module_torch_private import map_tensors
 
@@ -35,19 +36,4 @@ def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     is_view = tensor._is_view() and tensor.requires_grad and type(tensor) is torch.Tensor
-    owned: torch.Tensor = _Own.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
-    return owned
-
-
-class _Own(torch.autograd.Function):
-    """The same, of which autograd does not know that it shares its memory; its version it shares, too."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """As it is."""
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """As it is."""
-        return gradients[0]
+    return own(tensor) if is_view else tensor
