@@ -15,7 +15,7 @@ from shardwise.model.describe import describe
 from shardwise.model.ops import Attention, Matmul
 from shardwise.model.profile import Block, Profile
 from shardwise.model.tracer import meta_copy, tensors_in
-from shardwise.plan.memory import states_of
+from shardwise.plan.memory_terms.states import states_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.division import divide
 from shardwise.plan.stack import load_stack

@@ -15,7 +15,8 @@ from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.eager import rank as eager_rank
 from shardwise.plan.hosting import host_lack, on_host
-from shardwise.plan.memory import STATES, WORKSPACE, Memory, RankMemory, estimate_memory, gathered_of, states_of
+from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory, gathered_of
+from shardwise.plan.memory_terms.states import STATES, states_of
 from shardwise.plan.plan import Axes, Offload, Plan, Schedule
 from shardwise.plan.ranks.activations import again_in, kept_in, kept_outputs, saved_bytes, saving_of, working_bytes
 from shardwise.plan.ranks.division import divide
@@ -315,6 +316,17 @@ def test_the_gradients_of_a_block_are_sent_while_the_block_ahead_of_it_goes_back
     assert flat == pytest.approx(2 * head + 2 * profile.embedding)  # its gradient, and the table beside it
     sums = [backward(f"fsdp8 / zero1 / mb4 / bf16 / reduce={dtype}") for dtype in ("fp32", "bf16")]
     assert sums[0] == sums[1], "what adds up over micro-batches is whole as it is"
+
+
+def test_of_a_pipeline_no_rank_is_looked_at_behind_one_that_needs_more_than_there_is_room() -> None:
+    """And with room for all nothing is left out."""
+    plan, work = Plan.parse("pp8 / zero-bubble vs2 mb32 / bf16"), Workload(seq_len=2048, global_batch=32)
+    eight, h100 = profile_of(preset("llama-8b")), load_cluster("h100:8").device
+    whole = estimate_memory(eight, plan, work, device=h100)
+    need = whole.device - whole.held
+    assert estimate_memory(eight, plan, work, device=h100, room=need) == whole
+    some = estimate_memory(eight, plan, work, device=h100, room=need * 0.99)
+    assert len(some.stages) < 8 and not some.fits_in(need * 0.99)
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [("", 32), (" / recompute=0.25", 24), (" / recompute=blocks", 0)])

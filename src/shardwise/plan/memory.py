@@ -6,6 +6,7 @@ Three numbers, as people print three: `allocated` is live tensors, `reserved` wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +14,7 @@ from functools import partial
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
 from shardwise.plan.eager.rank import eager_rank
-from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole
+from shardwise.plan.frozen import cast_head, gathered_share, held_width, kept_on, kept_whole
 from shardwise.plan.memory_terms.around import copied, outside_step
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
 from shardwise.plan.memory_terms.holding import (
@@ -27,7 +28,8 @@ from shardwise.plan.memory_terms.holding import (
     sent_before,
 )
 from shardwise.plan.memory_terms.passing import beside_buckets, block_bytes, passing_of, reduced_last
-from shardwise.plan.messages.data import held_sums, reduce_width
+from shardwise.plan.memory_terms.states import STATES, accumulates_whole, offloaded_of, on_device, states_of
+from shardwise.plan.messages.data import held_sums
 from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.activations import compute_width, recomputed_in
 from shardwise.plan.ranks.division import Division, divide
@@ -36,10 +38,9 @@ from shardwise.plan.ranks.imbalance import busiest
 from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.time_terms.stalls import held_ahead
-from shardwise.plan.updating import OWN, at_once, compared, state_bytes, update_spike
+from shardwise.plan.updating import OWN, at_once, compared, update_spike
 from shardwise.plan.workload import Workload
 
-STATES = ("weights", "master", "gradients", "optimizer", "buckets")
 COMMUNICATOR = 0.12 * GIB
 """Device memory of one communicator's channels and buffers."""
 WORKSPACE = 0.15 * GIB
@@ -138,18 +139,26 @@ class Memory:
 
 
 def estimate_memory(
-    profile: Profile, plan: Plan, workload: Workload, *, stack: Stack | None = None, device: Device | None = None
+    profile: Profile,
+    plan: Plan,
+    workload: Workload,
+    *,
+    stack: Stack | None = None,
+    device: Device | None = None,
+    room: float = math.inf,
 ) -> Memory:
     """Peak memory of every rank of the pipeline under a plan.
 
     Terms of a step: weights, master weights, gradients, optimizer state, gathered parameters, activations, logits,
     working set, temporary (of the update). Outside of it: drawn (initial values), loaded, saved (copies of states).
     Sources: arXiv:1910.02054 (states under zero 0 to 3), arXiv:2205.05198 (activations), arXiv:2104.04473 (in flight).
+    `room`: bytes of a device; where a rank needs more in a step, others may be left out, and nothing is said of what is
+    outside of steps.
 
     Raises:
         PlanError: a batch or a pipeline that the model does not divide.
 
-    Cost: some 100 microseconds.
+    Cost: some 100 microseconds, and as many for each rank of a pipeline.
 
     >>> from shardwise.model.profile import profile_of
     >>> from shardwise.model.spec import preset
@@ -161,33 +170,51 @@ def estimate_memory(
     stack = stack_of(plan, stack)
     division = divide(busiest(profile, plan, workload), plan, workload, stack.cut)
     division = replace(division, splits_experts=stack.splits_experts, fills_up=stack.name in OWN)
+    workspace, context = 0.0 if stack.eager else WORKSPACE, _context(plan, stack, device)
     states = division.of_ranks(partial(states_of, division, stack=stack))
-    ranks = [_rank_memory(division, rank, each, stack) for rank, each in enumerate(states)]
-    worst = max(range(len(ranks)), key=lambda rank: ranks[rank][0].allocated)
-    axes = plan.axes
-    groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
-    context = (device.context if device else 0.0) + stack.context
-    context += COMMUNICATOR * (groups + (1 if plan.world > 1 else 0))
+    ranks = _ranks_within(division, states, stack, room - workspace - context)
+    worst = max(sorted(ranks), key=lambda rank: ranks[rank][0].allocated)
     stages, (largest, peaks) = division.ranks[worst], ranks[worst]
     ahead = held_ahead(division, stack, device)
     left = held_apart(division, stages, peaks, states[worst], stack)
     left += held_freed(division, stages, peaks, largest.most_passing, stack) + largest.freed
     memory = Memory(
-        stages=tuple(rank for rank, _ in ranks),
+        stages=tuple(ranks[rank][0] for rank in sorted(ranks)),
         fragmentation=stack.fragmentation,
         context=context,
         limit=device.memory if device else 0.0,
-        peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
+        peaks=max((peaks for _, peaks in ranks.values()), key=lambda peaks: max(peaks.values())),
         held=ahead + left,
-        workspace=0.0 if stack.eager else WORKSPACE,
+        workspace=workspace,
         host=0.0 if stack.eager else max(division.of_ranks(partial(copied, division, stack=stack))),
         offloaded=offloaded_of(division, stack) if plan.offload.state and not stack.eager else (),
     )
+    if len(ranks) < plan.axes.pp:
+        return memory
     memory = _with_outside(memory, division, states, stack)
     short = memory.device - memory.limit
     if memory.held and memory.limit and short > 0:  # its host waits, and the rest gives back what is asked for
         return replace(memory, held=max(0.0, min(memory.held - ahead, memory.held - short)))
     return memory
+
+
+def _ranks_within(
+    division: Division, states: Sequence[Mapping[str, float]], stack: Stack, room: float
+) -> dict[int, tuple[RankMemory, dict[str, float]]]:
+    """Ranks of the pipeline, up to one that needs more than so many bytes: the last one, with the logits, is first."""
+    found: dict[int, tuple[RankMemory, dict[str, float]]] = {}
+    for rank in dict.fromkeys((division.plan.axes.pp - 1, *range(division.plan.axes.pp))):
+        found[rank] = largest, _ = _rank_memory(division, rank, states[rank], stack)
+        if largest.allocated + largest.passing * stack.fragmentation > room:
+            break
+    return found
+
+
+def _context(plan: Plan, stack: Stack, device: Device | None) -> float:
+    """Bytes of a device beside the allocator's: of the driver, and of communicators."""
+    axes = plan.axes
+    groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
+    return (device.context if device else 0.0) + stack.context + COMMUNICATOR * (groups + (plan.world > 1))
 
 
 def _with_outside(memory: Memory, division: Division, states: Sequence[Mapping[str, float]], stack: Stack) -> Memory:
@@ -253,10 +280,10 @@ def _rank_memory(
         ahead = most.gradients, backward["gradients"]
         loss["gradients"], backward["gradients"], update["gradients"] = beside_buckets(plan, gradients, ahead)
     found = {"loss": loss, "backward": backward, "update": update}
-    phases = {name: _on_device(name, terms, plan, stack) for name, terms in found.items()}
+    phases = {name: on_device(name, terms, plan, stack) for name, terms in found.items()}
     units = of_units(division, stages, {**states, "activations": running.kept}, gradients, stack)
     for name, terms in (*units.items(), *reduced_last(division, stages, states, gradients, stack).items()):
-        here = _on_device(name, terms, plan, stack)
+        here = on_device(name, terms, plan, stack)
         phases[name] = max(phases[name], here, key=lambda each: sum(each.values()))
     by_course = stack.name in OWN and not stack.fused and any(block.courses for block in division.profile.blocks)
     if by_course and not plan.offload.state:
@@ -269,89 +296,12 @@ def _rank_memory(
     return replace(largest, freed=max(0.0, left - sums[largest.phase])), sums
 
 
-def offloaded_of(division: Division, stack: Stack) -> tuple[float, ...]:
-    """Bytes of the states that each pipeline rank has on its host, where the plan offloads them."""
-    states = division.of_ranks(partial(states_of, division, stack=stack))
-    return tuple(sum(each.values()) - sum(_without_states(each, stack).values()) for each in states)
-
-
 def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[RankMemory, dict[str, float]]:
     sums = {name: sum(terms.values()) for name, terms in phases.items()}
     phase = max(sums, key=lambda name: sums[name])
     stay = (*STATES, "temporary")  # an update's fits nothing of a pass
     most = max(total - sum(phases[name].get(term, 0.0) for term in stay) for name, total in sums.items())
     return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase, most), sums
-
-
-def _on_device(name: str, terms: Mapping[str, float], plan: Plan, stack: Stack) -> dict[str, float]:
-    """Those of a phase's terms that are on the device, with states offloaded or not."""
-    if not plan.offload.state:
-        return dict(terms)
-    rest = _without_states(terms, stack)
-    adds_up = terms.get("gradients", 0.0) * (name != "update" and accumulates_whole(plan, stack))
-    return {"gradients": adds_up} | rest if stack.offloads_grads else rest
-
-
-def _without_states(terms: Mapping[str, float], stack: Stack) -> dict[str, float]:
-    """States live on the host; the device sees what is gathered, and what the stack leaves there."""
-    stays = {"weights": not stack.offloads_weights, "gradients": not stack.offloads_grads, "buckets": True}
-    gone = {name for name in STATES if not stays.get(name)}
-    return {name: value for name, value in terms.items() if name not in gone}
-
-
-def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> dict[str, float]:
-    """Weights, master weights, gradients and optimizer state."""
-    plan, workload = division.plan, division.workload
-    whole, owned = division.whole(stages), division.owned(stages)
-    stepped = owned - division.second_table(stages) / division.shards
-    shares = plan.zero >= 2 or (plan.zero > 0 and stack.name in OWN)
-    summed = owned if shares and not accumulates_whole(plan, stack) else whole
-    kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
-    width = compute_width(plan)
-    flat = stack.reduce_bucket * width * (0, 2, 2, 1)[plan.zero]
-    state = state_bytes(division, stages, stack)
-    if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
-        held = held_width(division, stages, held_unpacked(plan, stack))
-        summed, updated = ((owned if plan.zero >= zero else whole) * workload.trained for zero in (2, 1))
-        return {"weights": kept * held, "gradients": summed * 4, "optimizer": updated * (state + 4), "buckets": flat}
-    share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
-    sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
-    summed, updated, low, pure = summed * share, stepped * share, width < 4, plan.precision == "bf16-pure"
-    if pure and not stack.pure_master:
-        added = 4.0 if plan.communication.reduce_dtype == "fp32" and accumulates_whole(plan, stack) else width
-        states = {"weights": kept * width, "gradients": summed * added, "optimizer": updated * state}
-        return {**states, "buckets": summed * (4.0 if stack.wide_buckets else width) * sent + flat}
-    master = low and (stack.master or pure)
-    if pure and stack.name in OWN:  # the masters' are there in the update alone
-        sums = accumulates_whole(plan, stack) or (plan.batch.micro_batches > 1 and plan.axes.dp_replicate > 1)
-        states = {"weights": kept * width, "master": updated * 4.0, "optimizer": updated * state}
-        return {**states, "gradients": summed * (reduce_width(plan) if sums else width), "buckets": flat}
-    if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
-        gradients = summed * width + updated * 4.0 * (not stack.widens_grads)
-        states = {"weights": kept * width, "master": updated * 4.0, "gradients": gradients}
-        return {**states, "optimizer": updated * state, "buckets": flat}
-    return {
-        "weights": kept * (width if master else max(width, 4.0)),
-        "master": updated * 4.0 if master else 0.0,
-        "gradients": summed * (stack.grad_bytes if low else width)
-        + (whole * share * width if low and _spares(plan, stack) else 0.0),
-        "optimizer": updated * state,
-        "buckets": summed * 4.0 * sent + flat,
-    }
-
-
-def accumulates_whole(plan: Plan, stack: Stack) -> bool:
-    """Whether `fully_shard` adds up whole gradients on the device between micro-batches.
-
-    In a pipeline it reduces behind the last one, whatever `zero` is, and so it does under an offload.
-    """
-    once = plan.zero < 2 or plan.axes.pp > 1
-    return stack.keeps_shards and plan.batch.micro_batches > 1 and once
-
-
-def _spares(plan: Plan, stack: Stack) -> bool:
-    """Whether a gradient in the compute dtype lives beside the accumulated one."""
-    return stack.spare_grads and (plan.axes.data > 1 or not stack.bucket_grads)
 
 
 def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack, *, goes_back: bool = True) -> float:

@@ -17,7 +17,8 @@ from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import ROWS
 from shardwise.plan.hosting import host_share
-from shardwise.plan.memory import STATES, estimate_memory
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.memory_terms.states import STATES
 from shardwise.plan.plan import MATHS, Plan
 from shardwise.plan.repair import Case, Hit, change, divisors, fit_world, nearest_legal
 from shardwise.plan.search import HEADROOM, find_plan

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import mul
+from functools import lru_cache
+from operator import ge, mul, sub
 from typing import NamedTuple
 
 from shardwise.plan.eager.kernels import deferred_in, local_of
@@ -64,8 +65,8 @@ class _Point(NamedTuple):
     """Whose weights have gradients."""
     whole: Sequence[bool]
     """Whose weights a backward pass has left whole."""
-    come: float
-    """Elements per token that the rank received, or has asked for, and has not used."""
+    come: tuple[Sequence[int], Sequence[int]] | None = None
+    """Activations, and gradients, that it received, or has asked for, and has not used; None: see `received`."""
 
 
 def passing_of(
@@ -81,48 +82,51 @@ def passing_of(
     again = max(again_in(stage, plan, how) for stage in stages) * tokens if recomputes else 0.0
     working = working_of(division, stages, stack) + whole_again(division, stages)
     kept, firsts = ([size(stage, plan, how) * tokens for stage in stages] for size in (kept_in, _kept_first))
-    parts = division.parts[rank]
+    parts, width = division.parts[rank], compute_width(plan)
     new = [fresh_gradients(division, stage) * (gradients > 0) for stage in stages]
-    logits, stream = logits_of(division, stack), tokens * compute_width(plan)
-    running, at_inputs = (again + working) * recomputes, [behind_inputs(division, stage) for stage in stages]
-    line, found, at_work = in_line(division, stages), [], []
-    for point in _points(plan, rank, stages, own=own):
-        turn, stage = point.turn, stages[point.turn]
-        waits, sent = line(point.alive, point.pending) if own else (0.0, 0.0)
-        here = Passing(
-            kept=_moved(sum(map(mul, point.alive, kept)) + waits * tokens, division, stages, stack),
-            sent=(sent + point.come * compute_width(plan)) * tokens,
-            fresh=sum(map(mul, point.fresh, new)),
-            gradients=gradients * (sum(map(mul, point.begun, parts)) if own else 1.0),
-            gathered=left_whole(division, stages, point.whole, turn) if own else 0.0,
-        )
-        at_work.append(here._replace(again=again, working=working))
-        if stage.last:
-            found.append(here._replace(logits=logits))
-        if point.work == "I":
-            ends = at_inputs[turn] + (running or 3 * stream * stage.given)
-            found.append(here._replace(kept=here.kept + ends))
-        if point.work == "B" and own:
-            ahead = (division.whole_of(stage.blocks[0]) + division.embedding * stage.first) / (
-                division.whole(stages) or 1.0
-            )
-            made = gradients * max(0.0, parts[turn] - ahead) * (1 - point.begun[turn])
-            whole = [n == turn or left for n, left in enumerate(point.whole)]
-            end = here._replace(kept=max(0.0, here.kept - kept[turn]) + firsts[turn], gradients=here.gradients + made)
-            end = end._replace(gathered=left_whole(division, stages, whole, turn))
-            at_work.append(end._replace(again=again, working=working))
+    rest = [max(0.0, part - _first_share(division, stages, turn)) for turn, part in enumerate(parts) if own]
+    logits, running = logits_of(division, stack), (again + working) * recomputes
+    ends = [behind_inputs(division, s) + (running or 3 * tokens * width * s.given) for s in stages]
+    line, left, found, at_work = in_line(division, stages), left_whole(division, stages), [], []
+    for work, turn, alive, pending, fresh, begun, whole, come in _points(plan, rank, stages, own=own):
+        here, sent, grads, gathered = sum(map(mul, alive, kept)), 0.0, gradients, 0.0
+        if own:
+            waits, sent = line(alive, pending)
+            here += waits * tokens
+            sent = (sent + received(stages, plan, come) * width) * tokens
+            grads, gathered = gradients * sum(map(mul, begun, parts)), left(whole, turn)
+        here, added = _moved(here, division, stages, stack), sum(map(mul, fresh, new))
+        at_work.append(Passing(here, sent, added, grads, again, working, gathered))
+        if stages[turn].last:
+            found.append(Passing(here, sent, added, grads, gathered=gathered, logits=logits))
+        if work == "I":
+            found.append(Passing(here + ends[turn], sent, added, grads, gathered=gathered))
+        if work == "B" and own:
+            here, grads = max(0.0, here - kept[turn]) + firsts[turn], grads + gradients * rest[turn] * (1 - begun[turn])
+            gathered = left([n == turn or each for n, each in enumerate(whole)], turn)
+            at_work.append(Passing(here, sent, added, grads, again, working, gathered))
     return max((*at_work, *found), key=sum), max(at_work, key=sum)
 
 
-def left_whole(division: Division, stages: Sequence[Stage], whole: Sequence[int], turn: int) -> float:
-    """Bytes of the weights of blocks in stages that are `whole`, beyond a block and those ahead of it at a turn."""
+def _first_share(division: Division, stages: Sequence[Stage], turn: int) -> float:
+    """The share of a rank's weights that is in the first block of a stage, and in what is ahead of it."""
+    stage = stages[turn]
+    ahead = division.whole_of(stage.blocks[0]) + division.embedding * stage.first
+    return ahead / (division.whole(stages) or 1.0)
+
+
+def left_whole(division: Division, stages: Sequence[Stage]) -> Callable[[Sequence[int], int], float]:
+    """Bytes of the weights of blocks in stages that are whole, beyond a block and those ahead of it at a turn.
+
+    Of which stages are, and the turn.
+    """
     plan = division.plan
     if not (uses_fully_shard(plan) and plan.reshards):
-        return 0.0
+        return lambda whole, turn: 0.0
     sizes = [[division.whole_of(block) for block in stage.blocks] for stage in stages]
-    here = max((size for each in sizes for size in each), default=0.0) * (1 + plan.communication.prefetch) * whole[turn]
-    there = sum(sum(each) for each, left in zip(sizes, whole, strict=True) if left)
-    return max(0.0, there - here) * compute_width(plan)
+    here = max((size for each in sizes for size in each), default=0.0) * (1 + plan.communication.prefetch)
+    there, width = [sum(each) for each in sizes], compute_width(plan)
+    return lambda whole, turn: max(0.0, sum(map(mul, whole, there)) - here * whole[turn]) * width
 
 
 def _moved(kept: float, division: Division, stages: Sequence[Stage], stack: Stack) -> float:
@@ -147,48 +151,65 @@ def _points(plan: Plan, rank: int, stages: Sequence[Stage], *, own: bool) -> Ite
     none, every, no = (0,) * len(stages), (1,) * len(stages), (False,) * len(stages)
     ends = [n for n in turns if stages[n].last] or [0]
     if own and plan.schedule.kind in ZERO_BUBBLE:
-        later = adds_in_another_type(plan)
-        for each in moments_of(plan.schedule.kind, *few_rounds(*shape))[rank]:
-            if each.work in "BI":
-                come, made = in_flight_at(stages, each), (_fresh(each, plan, stages), _begun(each, plan, later))
-                yield _Point(each.work, each.turn, each.alive, each.pending, *made, each.whole, come)
+        firsts = tuple(stage.first for stage in stages)
+        yield from _in_parts(plan.schedule.kind, shape, rank, firsts, *_made(plan))
     elif own:
-        come = received(stages, plan)
         for turn, alive, begun, whole in whole_backwards(plan.schedule.kind, shape, rank):
-            yield _Point("B", turn, alive, none, no, begun, whole, come)
+            yield _Point("B", turn, alive, none, no, begun, whole)
     else:
         peaks = peaks_in_flight(plan.schedule.kind, shape)[rank] if plan.axes.pp > 1 else (every,)
-        yield from (_Point("B", ends[0], alive, none, no, no, no, 0.0) for alive in peaks)
+        yield from (_Point("B", ends[0], alive, none, no, no, no) for alive in peaks)
 
 
-def _begun(moment: Moment, plan: Plan, later: bool) -> list[bool]:
+def _made(plan: Plan) -> tuple[bool, bool]:
+    """Whether recomputed blocks make all gradients at once, and whether these are added up in another type."""
+    return plan.recompute.mode == "blocks", adds_in_another_type(plan)
+
+
+@lru_cache(maxsize=4096)
+def _in_parts(
+    kind: str, shape: tuple[int, int, int], rank: int, firsts: tuple[bool, ...], at_once: bool, later: bool
+) -> tuple[_Point, ...]:
+    """Moments of a rank whose backward passes are in two parts, but those of which another has all that they have."""
+    most: dict[tuple[str, int], list[tuple[tuple[int, ...], _Point]]] = {}
+    for each in moments_of(kind, *few_rounds(*shape))[rank]:
+        if each.work not in "BI":
+            continue
+        made = _fresh(each, firsts, at_once), _begun(each, at_once, later)
+        come = each.coming, each.returning
+        point = _Point(each.work, each.turn, each.alive, each.pending, *made, each.whole, come)
+        before = map(sub, each.alive, each.pending)  # logits of those that wait for less are larger
+        size = (*before, *each.pending, *made[0], *made[1], *each.whole, *each.coming, *each.returning)
+        others = most.setdefault((each.work, each.turn), [])
+        if not any(all(map(ge, other, size)) for other, _ in others):
+            others[:] = [one for one in others if not all(map(ge, size, one[0]))] + [(size, point)]
+    return tuple(point for found in most.values() for _, point in found)
+
+
+def _begun(moment: Moment, at_once: bool, later: bool) -> list[bool]:
     """Of each stage, whether weights have gradients in the type in which they are added up; `later`: it is another."""
-    at_once = plan.recompute.mode == "blocks"
     made = zip(moment.added if later else moment.begun, moment.reached, strict=True)
     return [added or (at_once and count > later) for added, count in made]
 
 
-def _fresh(moment: Moment, plan: Plan, stages: Sequence[Stage]) -> Sequence[bool]:
+def _fresh(moment: Moment, firsts: Sequence[bool], at_once: bool) -> Sequence[bool]:
     """Of each stage, whether gradients wait to be added up: of recomputed blocks all are made at once.
 
     The first one's backward passes are in one piece, behind which they are.
     """
-    if plan.recompute.mode != "blocks":
+    if not at_once:
         return moment.fresh
-    return [count > 0 and not stage.first for count, stage in zip(moment.reached, stages, strict=True)]
+    return [count > 0 and not first for count, first in zip(moment.reached, firsts, strict=True)]
 
 
-def in_flight_at(stages: Sequence[Stage], moment: Moment) -> float:
-    """Elements per token that a rank received, or has asked for, and has not used."""
-    each = zip(stages, moment.coming, moment.returning, strict=True)
-    return sum(coming * stage.given + returning * stage.handed for stage, coming, returning in each)
+def received(stages: Sequence[Stage], plan: Plan, come: tuple[Sequence[int], Sequence[int]] | None) -> float:
+    """Elements per token that a rank received, or has asked for, and has not used: so many of each stage.
 
-
-def received(stages: Sequence[Stage], plan: Plan) -> float:
-    """The same of a backward pass in one piece: its gradient, and an activation that is ahead of its turn.
-
-    1F1B has the gradient that it sent last there. Where all is forwarded first, none is ahead.
+    None, where backward passes are in one piece: a gradient, and an activation that is ahead of its turn. 1F1B has the
+    gradient that it sent last there. Where all is forwarded first, none is ahead.
     """
+    if come is not None:
+        return sum(n * stage.given + m * stage.handed for stage, n, m in zip(stages, *come, strict=True))
     ahead = plan.schedule.kind not in ("gpipe", "looped-bfs")
     return max(stage.handed for stage in stages) + max(stage.given for stage in stages) * ahead
 

@@ -13,7 +13,7 @@ from math import inf, log2
 from shardwise.plan.costs.hosts import host_rate, hosted_times
 from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.frozen import gather_copied, gathered_share
-from shardwise.plan.memory import states_of
+from shardwise.plan.memory_terms.states import states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule, Zero
 from shardwise.plan.ranks.activations import GATHERED
 from shardwise.plan.ranks.division import Division

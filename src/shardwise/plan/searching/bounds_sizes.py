@@ -12,11 +12,12 @@ from operator import add, itemgetter, mul
 from shardwise.model.profile import Block
 from shardwise.plan.eager.kernels import inputs_of, sent_by
 from shardwise.plan.hosting import on_node
-from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of, offloaded_of, states_of
+from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of
 from shardwise.plan.memory_terms.around import outside_step
 from shardwise.plan.memory_terms.flights import Beside, beside_gradients
 from shardwise.plan.memory_terms.holding import frees_last, least_gathered, sending
 from shardwise.plan.memory_terms.passing import behind_loss
+from shardwise.plan.memory_terms.states import offloaded_of, states_of
 from shardwise.plan.plan import ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.ranks.activations import is_recomputed
 from shardwise.plan.ranks.division import Division

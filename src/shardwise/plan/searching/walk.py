@@ -322,7 +322,9 @@ class Walk:
             return None
         workload = space.workload
         self.estimated += 1
-        memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
+        memory = estimate_memory(
+            space.profile, plan, workload, stack=space.stack, device=space.cluster.device, room=self.limit
+        )
         if not memory.fits_in(self.limit):
             self.pruned["memory"] += 1
             return None
