@@ -79,6 +79,8 @@ Llama 4, DeepSeek and gpt-oss, and of every model, when their lists became one (
 too, each of them."""
 _EXCHANGES_ALL = r"all-?to-?all (token )?dispatch|dispatch\w* (by |with )?all-?to-?all"
 """Words for Megatron-Core's dispatcher that sends a token to each of its experts by itself."""
+_TURBO = r"primus-turbo"
+"""Words for Primus-Turbo, whose grouped products are one kernel of all experts."""
 _GRADS_IN = r"grad(ient)?s?( (are|accumulated|reduced|added up))* in (fp32|bf16)|(fp32|bf16) grad(ient)?s\b"
 """Words for the type in which Megatron-Core adds up and reduces gradients (`grad_reduce_in_fp32`)."""
 DUALPIPE = 0.9
@@ -153,6 +155,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     once = flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher") is not None
     stack = replace(stack, once_per_node=once, once_per_rank=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
     stack = replace(stack, keeps_exchanged=stack.keeps_exchanged and (once or _lists_exchange(cells)))
+    if cells.has(_TURBO):
+        stack = replace(stack, expert_host=0.0)
     if engine(cells) == "torchtitan":
         stack = replace(stack, weighs_wide=True)
     if "dualpipe" in cells["pp_schedule"].lower():

@@ -175,7 +175,9 @@ class Stack:
     expert_host: float = 0.0
     """The same for each expert of a rank, where each has kernels of its own."""
     route_host: float = 0.0
-    """The same for a block's routing of tokens to experts: sorting, counts that the host waits for."""
+    """The same for a block's routing of tokens to experts: sorting, counts."""
+    waits_for_counts: bool = False
+    """The host needs those counts: what it launches behind them waits for the device to get there."""
     picks_back: float = 1.6
     """Where nothing is fused: the backward pass of picking experts' tokens by index, over the forward's: PyTorch adds
     the gradients of picked rows up by sorting their indices, at a tenth of what memory gives."""
