@@ -202,7 +202,8 @@ class Stack:
     weighs_inside: bool = False
     """Experts weigh their inner layer by the router's shares, so that nothing keeps what they give."""
     weighs_wide: bool = False
-    """What experts give is weighed in fp32, by operators of their own where nothing is fused: they keep it so."""
+    """What experts give is weighed in fp32, by operators of their own that keep it so: torchtitan compiles what is
+    around the sending of tokens to experts, and not that (its issue 1940)."""
     once_per_node: bool = False
     """A token crosses once to each node that has experts of its choice, and is handed on there (DeepEP:
     arXiv:2412.19437, section 3.2.2); else once per choice."""
