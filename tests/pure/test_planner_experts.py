@@ -11,7 +11,7 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.ops import Attention, Matmul, Pointwise
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
-from shardwise.plan.costs.kernels import SCANS, attention_rate, matmul_time
+from shardwise.plan.costs.kernels import SCANS, attention_rate, matmul_time, passes_of
 from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
@@ -100,6 +100,16 @@ def test_biases_of_experts_are_spelled_out_and_added() -> None:
     (bias,) = (op for op in own if op.name == "expert-bias")
     assert bias.moved == 2 * (2 * spec.ffn_dim + spec.dim) and bias.per_choice == spec.experts_per_token
     assert not any(op.name == "expert-bias" for op in plain)
+
+
+def test_a_clamped_gate_in_primitives_reads_halves_by_every_second_number() -> None:
+    """gpt-oss in torchtitan's code and that of transformers: `x[..., ::2]`, and the zeros that put halves back."""
+    (gate,) = (op for op in profile_of(preset("gpt-oss-20b")).blocks[0].ops if op.name == "clamped-swiglu")
+    assert isinstance(gate, Pointwise) and gate.moved == 3 * preset("gpt-oss-20b").ffn_dim
+    eager = replace(load_stack("torchtitan"), fused=False)
+    ahead, back = passes_of(gate, eager, 2.0)
+    assert ahead * 3 == 6 + 2 + 2 + 3 + 2 + 3 and back == pytest.approx(44 / 18, rel=0.02)
+    assert passes_of(gate, load_stack("torchtitan"), 2.0)[0] == 1, "compiled it is one kernel"
 
 
 def test_attention_on_b300_is_not_slower_than_on_b200() -> None:

@@ -293,7 +293,7 @@ def _is_routed(op: Op) -> bool:
 def _products(block: Block, *, biased: bool = False) -> int:
     """Matrix products of its forward pass, each of one weight, or those with a bias; experts: `Stack.expert_host`."""
     heads = next(iter(block.attentions), None)
-    gated = any(op.name == "swiglu" for op in block.ops)
+    gated = any(op.name.endswith("swiglu") for op in block.ops)
     return sum(len(apart(op, heads, gated)) for op in block.matmuls if not op.experts and op.biased >= biased)
 
 
