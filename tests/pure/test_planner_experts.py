@@ -11,13 +11,14 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.ops import Attention, Matmul, Pointwise
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
-from shardwise.plan.costs.kernels import SCANS, attention_rate, matmul_time
+from shardwise.plan.costs.kernels import SCANS, attention_rate, matmul_time, passes_of
 from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
-from shardwise.plan.time_terms.blocktime import EXPERT_CASTS, _host, _matmul, _op_time, block_time
+from shardwise.plan.time_terms.blocktime import EXPERT_CASTS, _host, _kernels, _matmul, _op_time, block_time
 from shardwise.plan.time_terms.exchange import crossing, exchange_time
 from shardwise.plan.time_terms.setting import Setting
+from tests.pure.test_published import variant
 
 SPARSE = profile_of(preset("qwen3-30b-a3b")).blocks[-1]
 CORE = load_stack("megatron-core")
@@ -101,6 +102,16 @@ def test_biases_of_experts_are_spelled_out_and_added() -> None:
     assert not any(op.name == "expert-bias" for op in plain)
 
 
+def test_a_clamped_gate_in_primitives_reads_halves_by_every_second_number() -> None:
+    """gpt-oss in torchtitan's code and that of transformers: `x[..., ::2]`, and the zeros that put halves back."""
+    (gate,) = (op for op in profile_of(preset("gpt-oss-20b")).blocks[0].ops if op.name == "clamped-swiglu")
+    assert isinstance(gate, Pointwise) and gate.moved == 3 * preset("gpt-oss-20b").ffn_dim
+    eager = replace(load_stack("torchtitan"), fused=False)
+    ahead, back = passes_of(gate, eager, 2.0)
+    assert ahead * 3 == 6 + 2 + 2 + 3 + 2 + 3 and back == pytest.approx(44 / 18, rel=0.02)
+    assert passes_of(gate, load_stack("torchtitan"), 2.0)[0] == 1, "compiled it is one kernel"
+
+
 def test_attention_on_b300_is_not_slower_than_on_b200() -> None:
     """FlashAttention 4 and cuDNN reach 1,240 to 1,605 TFLOP/s on B200, where softmax binds; B300 take half of it."""
     op, stack = Attention(32, 32, 128, 128), load_stack("megatron-bridge")
@@ -122,3 +133,28 @@ def test_tokens_that_go_to_experts_by_masks_are_multiplied_by_them() -> None:
     assert block_time(dense, (4, 4096), Setting(there, masked, axes, "bf16")) == block_time(
         dense, (4, 4096), Setting(there, plain, axes, "bf16")
     )
+
+
+def test_what_the_host_starts_behind_the_counts_of_experts_waits_for_the_device() -> None:
+    """Attention of a long sequence, then the launches of 128 experts: a host that needs counts is not ahead of them."""
+    here = setting("fsdp8 zero1", replace(CORE, expert_host=3e-4))
+    apart = replace(here, stack=replace(here.stack, waits_for_counts=False))
+    behind = [op.name for op in SPARSE.ops].index("permute")
+    for tokens in (1024, 16384, 131072):
+        shape = (1.0, tokens)
+        waits, ahead = (block_time(SPARSE, shape, each) for each in (here, apart))
+        before = sum(_op_time(op, shape, here)[0] for op in SPARSE.ops[:behind])
+        device = sum(_op_time(op, shape, here)[0] for op in SPARSE.ops)
+        late = (
+            here.stack.route_host + 128 * 3e-4 + here.launch * sum(_kernels(o, 1.0, here) for o in SPARSE.ops[behind:])
+        )
+        assert waits.forward == pytest.approx(max(ahead.forward, device, before + late))
+        assert waits.backward == ahead.backward, "the backward pass has the counts"
+    dense = profile_of(preset("llama-8b")).blocks[0]
+    assert block_time(dense, (1.0, 16384), here) == block_time(dense, (1.0, 16384), apart)
+
+
+def test_primus_turbos_grouped_products_are_started_once() -> None:
+    cells = {"source": "a report of Primus", "model": "Qwen3-30B-A3B", "n_params": "", "n_layers": "", "d_model": ""}
+    own, plain = (variant("core-2", **cells, notes=notes).stack for notes in ("grouped products of Primus-Turbo", ""))
+    assert plain.expert_host == CORE.expert_host and own == replace(plain, expert_host=0.0)

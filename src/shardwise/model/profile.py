@@ -283,7 +283,7 @@ def _activation(spec: ModelSpec, width: int, chosen: int = 0) -> Pointwise:
     torchtitan's and that of transformers: no kernel of PyTorch has it).
     """
     if spec.ffn == "gated" and spec.hf in CLAMPED:
-        return Pointwise("swiglu", 3 * width, "heads", 2 * width, 6 * width, kernels=6, per_choice=chosen)
+        return Pointwise("clamped-swiglu", 3 * width, "heads", 2 * width, 6 * width, kernels=7, per_choice=chosen)
     if spec.ffn == "gated":
         return Pointwise("swiglu", 3 * width, "heads", 2 * width, 3 * width, kernels=2, per_choice=chosen)
     return Pointwise("gelu", 2 * width, "heads", width, width, kernels=2, per_choice=chosen)

@@ -111,7 +111,7 @@ def _weights(division: Division, block: Block) -> float:
 def _largest(block: Block, tp: int) -> float:
     """Elements of the largest weight of a block, each as the module has it."""
     heads = next(iter(block.attentions), None)
-    gated = any(op.name == "swiglu" for op in block.ops)
+    gated = any(op.name.endswith("swiglu") for op in block.ops)
     return max(
         (max(apart(op, heads, gated)) * op.ins / (tp if op.split != "none" else 1) for op in block.matmuls), default=0.0
     )

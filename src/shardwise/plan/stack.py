@@ -175,7 +175,9 @@ class Stack:
     expert_host: float = 0.0
     """The same for each expert of a rank, where each has kernels of its own."""
     route_host: float = 0.0
-    """The same for a block's routing of tokens to experts: sorting, counts that the host waits for."""
+    """The same for a block's routing of tokens to experts: sorting, counts."""
+    waits_for_counts: bool = False
+    """The host needs those counts: what it launches behind them waits for the device to get there."""
     picks_back: float = 1.6
     """Where nothing is fused: the backward pass of picking experts' tokens by index, over the forward's: PyTorch adds
     the gradients of picked rows up by sorting their indices, at a tenth of what memory gives."""
@@ -200,7 +202,8 @@ class Stack:
     weighs_inside: bool = False
     """Experts weigh their inner layer by the router's shares, so that nothing keeps what they give."""
     weighs_wide: bool = False
-    """What experts give is weighed in fp32, by operators of their own where nothing is fused: they keep it so."""
+    """What experts give is weighed in fp32, by operators of their own that keep it so: torchtitan compiles what is
+    around the sending of tokens to experts, and not that (its issue 1940)."""
     once_per_node: bool = False
     """A token crosses once to each node that has experts of its choice, and is handed on there (DeepEP:
     arXiv:2412.19437, section 3.2.2); else once per choice."""

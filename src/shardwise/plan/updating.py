@@ -94,7 +94,7 @@ def matrices(block: Block) -> tuple[Matrix, ...]:
     """
     found: list[Matrix] = []
     heads = next(iter(block.attentions), None)
-    gated = any(isinstance(op, Pointwise) and op.name == "swiglu" for op in block.ops)
+    gated = any(isinstance(op, Pointwise) and op.name.endswith("swiglu") for op in block.ops)
     for op in block.matmuls:
         if op.experts or not op.own or not op.trained:
             continue

@@ -120,6 +120,10 @@ for the product behind it, against 4; backward 12 and 6."""
 WIDE_ADD, WIDE_ADD_BACK = 2 / 3, 1.8
 """What adding to that stream moves more than in 16 bits: 10 B per element against 6; backward a cast of the gradient
 for the block's own part, and the sum with the stream's (18 B)."""
+CLAMPED, CLAMPED_BACK = 6.0, 2.4
+"""The same of a gate whose interleaved halves are clamped before they are multiplied (gpt-oss), over the 3 numbers of
+one kernel: reading every second number moves all. Forward: clamps 6, scale 2, sigmoid 2, product 3, one more 2, product
+3; backward: products 12, sigmoid 3, scale 2, sum 3, clamps 8, halves put back among zeros 10, and added 6."""
 BIAS_BACK = 0.5
 """Of adding experts' biases: their gradient reads what is given, and nothing is written."""
 BACK = 1.6
@@ -137,6 +141,8 @@ def passes_of(op: Pointwise, stack: Stack, width: float) -> tuple[float, float]:
         return UPCAST, UPCAST_BACK
     if is_norm and stack.residual_bytes > width:
         return WIDE_NORM, WIDE_NORM_BACK
+    if op.name == "clamped-swiglu":
+        return CLAMPED, CLAMPED_BACK
     if op.name == "gelu" and stack.gelu_apart:  # autocast takes powers in fp32, and so what follows them
         return GELU_APART * max(stack.residual_bytes / width, 1.0), BACK
     passes = 1.0 + 0.5 * (op.kernels - 1)

@@ -73,7 +73,7 @@ class Saving:
     weighs_inside: bool = False
     """What experts give is not kept: `Stack.weighs_inside`."""
     weighs_wide: bool = False
-    """It is kept in fp32: `Stack.weighs_wide`, of a block that is not fused."""
+    """It is kept in fp32: `Stack.weighs_wide`."""
     adapters: Adapters | None = None
     exchanged: bool = False
     """Per-operator recompute keeps what ranks send each other of experts' tokens: `Stack.keeps_exchanged`."""
@@ -115,7 +115,7 @@ def _saving(
         experts=stack.keeps_experts,
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
-        weighs_wide=stack.weighs_wide and not stack.fused,
+        weighs_wide=stack.weighs_wide,
         adapters=adapters,
         exchanged=exchanged,
         attended=stack.keeps_attention,
@@ -174,11 +174,11 @@ def _saved(op: Op, how: Saving) -> float:
         return _saved_input(op, how)
     shard = _shard(op, how)
     width = how.residual if (op.split == "sequence" and op.name == "norm") or how.returns else how.width
-    kept = op.saves * width
     if op.name == "combine" and how.weighs_inside:
         return 0.0
     if op.name == "combine" and how.weighs_wide:
         width = 4.0
+    kept = op.saves * width
     if not how.fused:
         first = max(width, 4.0) if op.upcast else width
         kept = op.saves * first + (op.saves_apart - op.saves) * width + (op.widened if how.width < 4 else 0)
@@ -267,7 +267,8 @@ def working_bytes(block: Block, how: Saving) -> float:
     """Bytes per token alive for a moment in the backward pass: gradients of the widest operator's input and output.
 
     Of attention in primitives those of its probabilities and scores, once what is behind it has gone. Of what experts
-    give and an operator weighs in fp32 three: its gradient, that of the weighed, and their product before it is summed.
+    give and an operator weighs in fp32 three: its gradient, that of the weighed, and their product before it is summed;
+    beside compiled blocks one product (`torch.bmm`) weighs: its gradient, and that in 16 bits in two orders.
     """
     widest = behind = 0.0
     for op in reversed(block.ops) if how.attention == "unfused" else block.ops:
@@ -280,7 +281,7 @@ def working_bytes(block: Block, how: Saving) -> float:
             ins = op.takes / (how.tp if op.split == "row" else 1)
             widest = max(widest, (outs + ins) * (how.residual if how.returns else how.width))
         if op.name == "combine" and how.weighs_wide:
-            widest = max(widest, 3 * _saved(op, how))
+            widest = max(widest, (2 if how.fused else 3) * _saved(op, how))
     return widest
 
 

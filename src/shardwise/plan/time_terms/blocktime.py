@@ -68,7 +68,8 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     """
     alike = setting if setting.context == "ring" else replace(setting, context="ring")  # kernels do not see it
     forward, backward, light, weight, kernels, apart = _kernel_times(block, shape, alike)
-    device, host = (forward, backward), _host(block, shape[0], kernels, setting)
+    device, started = (forward, backward), _host(block, shape[0], kernels, setting)
+    host = started[0] + _waits_for_counts(block, shape, alike, started[0]), started[1]
     compute = max(forward, host[0]) + max(backward, host[1])
     # what is sent while the device waits for the host is behind that in `_passes`
     tensor, hidden = tensor_time(block, shape, setting, sum(device) if setting.stack.launches_hide else compute)
@@ -98,7 +99,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         weight=back - inputs,
         lag=max(0.0, late * (1 - filled / idle)) if idle > 0 else 0.0,
         whole=max(both - _unneeded(block, shape, alike) - back, 0.0) + again,
-        light=_again_light(light, device, host, SELECTIVE * looks),
+        light=_again_light(light, device, started, SELECTIVE * looks),
     )
 
 
@@ -246,9 +247,7 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     stack, slower = setting.stack, setting.launch / setting.stack.launch
     if setting.axes.tp > 1:  # a collective costs the host several kernels: checks, events, another stream
         kernels += 4 * (2 if setting.sequence else 1) * sum(op.split == "row" for op in block.matmuls)
-    local = max((op.experts / setting.axes.ep for op in block.matmuls), default=0.0)
-    each = stack.expert_host * (1 + EXPERT_CASTS * (setting.dtype in CAST))
-    routed = stack.route_host + each * local if local else 0.0
+    routed = _routed(block, setting)
     shards = stack.shard_host * slower if setting.gathers else 0.0
     if setting.casts and not stack.fused:
         shards = setting.launch * _casts(block)
@@ -258,16 +257,43 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     biases = 0.0 if stack.fused else (setting.biased_launch - setting.product_launch) * _products(block, biased=True)
     slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in block.attentions)
     own = stack.block_host + stack.softmax_host * slow + stack.tensor_host * (setting.axes.tp > 1 and not stack.fused)
-    forward = setting.launch * kernels + picks + biases + (own + routed) * slower + shards
-    backward = setting.launch * 2 * kernels + 2 * picks + (own * stack.backward_host + routed) * slower + 1.2 * shards
+    forward = setting.launch * kernels + picks + biases + own * slower + routed + shards
+    backward = setting.launch * 2 * kernels + 2 * picks + own * slower * stack.backward_host + routed + 1.2 * shards
     return forward, backward
+
+
+def _routed(block: Block, setting: Setting) -> float:
+    """Seconds of the host, in each pass, that sorting tokens by expert and starting each expert's kernels take."""
+    stack, local = setting.stack, max((op.experts / setting.axes.ep for op in block.matmuls), default=0.0)
+    each = stack.expert_host * (1 + EXPERT_CASTS * (setting.dtype in CAST))
+    return (stack.route_host + each * local) * setting.launch / stack.launch if local else 0.0
+
+
+def _waits_for_counts(block: Block, shape: Shape, setting: Setting, host: float) -> float:
+    """Seconds of a forward pass in which the host waits for the device to count the tokens of each expert.
+
+    What is before that is launched ahead; what is behind it only once the device is there. `host`: of all launches.
+    Source: `_maybe_dtoh_and_synchronize` of Megatron-Core's dispatcher; DeepEP's `dispatch`, whose CPU waits for counts
+    as well.
+    """
+    first = next((i for i, op in enumerate(block.ops) if _is_routed(op)), None)
+    if not setting.stack.waits_for_counts or first is None:
+        return 0.0
+    device = sum(_op_time(op, shape, setting)[0] for op in block.ops[:first])
+    behind = setting.launch * sum(_kernels(op, shape[0], setting) for op in block.ops[first:])
+    return max(0.0, device - (host - behind - _routed(block, setting)))
+
+
+def _is_routed(op: Op) -> bool:
+    """Whether it is on tokens by their experts."""
+    return bool((isinstance(op, Matmul) and op.experts) or (isinstance(op, Pointwise) and op.per_choice))
 
 
 @lru_cache(maxsize=4096)
 def _products(block: Block, *, biased: bool = False) -> int:
     """Matrix products of its forward pass, each of one weight, or those with a bias; experts: `Stack.expert_host`."""
     heads = next(iter(block.attentions), None)
-    gated = any(op.name == "swiglu" for op in block.ops)
+    gated = any(op.name.endswith("swiglu") for op in block.ops)
     return sum(len(apart(op, heads, gated)) for op in block.matmuls if not op.experts and op.biased >= biased)
 
 
