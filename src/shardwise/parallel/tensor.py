@@ -395,5 +395,5 @@ def _bound_sequence(part: Part, blocks: list[str], job: _Job) -> None:
     """Split the stream before the first block of the stage, gather it after the last."""
     here = [name for name in blocks if next(part.root.get_submodule(name).parameters(), None) is not None]
     if here:
-        split_sequence(part.root.get_submodule(here[0]), job.tp_mesh, SEQUENCE_DIM, here[0])
+        split_sequence({name: part.root.get_submodule(name) for name in here}, job.tp_mesh, SEQUENCE_DIM)
         leave_sequence(part.root.get_submodule(here[-1]), job.tp_mesh, SEQUENCE_DIM, here[-1])
