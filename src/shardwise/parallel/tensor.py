@@ -117,7 +117,7 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             refuse_batch_norms(part.root, blocks, job.holders)
             watch_blocks(part.root, () if plan.compile else blocks)  # compiled code is not watched
             _bound_sequence(part, blocks, job)
-    return placed.with_(placements=placements)
+    return placed.with_(placements=placements, styles=styles)
 
 
 def _rules(placed: Placed, plan: Plan, mesh: Mesh) -> dict[str, str]:
