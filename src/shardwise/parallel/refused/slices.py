@@ -134,11 +134,12 @@ class _Look:
                 _Twins(self, given).compare()
         except _DiffersError as differs:
             columns = [name for name, style in self.styles.items() if style == "column"]
+            what = f"{self.name or 'the model'} ({type(self.whole).__name__})"
             raise ModelError(
-                f"tp={self.tp}: {self.name or 'the model'} ({type(self.whole).__name__}) makes of slices of "
-                f"{', '.join(columns)} something else than of the whole: found {differs}; needed: code that works on each "
-                "head or feature alone, and counts heads from the tensors, as view(batch, seq, -1, head_dim); change it, give "
-                "these layers the rule 'column-gather', whose output is whole, or those that `shardwise rules` finds"
+                f"tp={self.tp}: {what} makes of slices of {', '.join(columns)} something else than of the whole: found "
+                f"{differs}; needed: code that works on each head or feature alone, and counts heads from the tensors, "
+                "as view(batch, seq, -1, head_dim); change it, or give these layers the rule 'column-gather', or the "
+                "rules that `shardwise rules` finds"
             ) from None
         except Exception:  # its own, or of what it needs around it: nobody can judge it
             return
