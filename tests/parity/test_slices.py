@@ -152,6 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], int, str]] = {
     "sloped": (Sloped, QKV, 2, "what o takes is no slice"),
     "tempered": (Tempered, {**QKV, "": "heads"}, 4, "what o takes is no slice"),
     "gated": (Gated, {**QKV, "gate": "heads"}, 2, "another gradient of what it is given"),
+    "scaled, not summed": (Scaled, {**QKV, "": "replicate"}, 2, "on a rank another gradient of scale"),
     "fused": (Fused, MLP, 2, "what down takes is no slice"),
     "normed": (Normed, MLP, 2, "what down takes is no slice"),
 }
