@@ -163,6 +163,25 @@ class TinyScaled(nn.Module):
         return self.out(x)
 
 
+class BesideBlock(ScaledBlock):
+    """It is given the embeddings beside the stream, as the blocks before and after it are."""
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.scale * first)
+
+
+class TinyBeside(TinyScaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BesideBlock() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.wte(ids) + self.start
+        for block in self.blocks:
+            x = block(x, first)
+        return self.out(x)
+
+
 SCALED_RULES = {
     "": "replicate",
     "wte": "vocab",
@@ -209,6 +228,8 @@ def build(name: str) -> tuple[nn.Module, str, dict[str, str] | None]:
             rules = {"wte": "vocab", "wpe": "replicate", "h.*.ln_1": "sequence", "h.*.ln_2": "sequence"}
             rules |= {"h.*.attn.c_attn": "column-gather", "h.*.attn.c_proj": "row", "h.*.mlp.fc": "column"}
             return TinyGPT(fused=True), "h", rules | {"h.*.mlp.proj": "row", "ln_f": "sequence", "lm_head": "head"}
+        case "beside":
+            return TinyBeside(), "blocks", SCALED_RULES
         case _:
             return TinyScaled(), "blocks", SCALED_RULES
 
@@ -319,7 +340,7 @@ def test_parity_in_fp32(world: World, model: str, sequence: bool) -> None:
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("model", ["by-keyword", "qk-norm", "gpt-fused", "scaled"])
+@pytest.mark.parametrize("model", ["by-keyword", "qk-norm", "gpt-fused", "scaled", "beside"])
 def test_parity_of_other_architectures(world: World, model: str, sequence: bool) -> None:
     check(world, Case(model=model, sequence=sequence))
 

@@ -47,6 +47,27 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class Across(nn.Module):
+    """Attention from the stream to a second sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        q, k = (self.up(each).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (x, memory))
+        return self.down(nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
+
+
+class AcrossBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Across()
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x), memory=memory)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +77,9 @@ class Model(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
+        memory = x + 1
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, memory) if isinstance(layer, AcrossBlock) else layer(x)
         return self.head(x)
 
 
@@ -172,11 +194,13 @@ def runtime_refusal(name: str) -> str:
             model.layers[0].mlp.up = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.PReLU())
             rules = {k: v for k, v in rules.items() if "mlp.up" not in k} | {"layers.1.mlp.up": "column"}
             rules |= {"layers.0.mlp.up.0": "column", "layers.0.mlp.up.1": name.split()[0]}
+        elif name == "two sequences":
+            model.layers = nn.ModuleList(AcrossBlock() for _ in range(2))
         elif name == "row on thirds":
             model.layers[0].mlp.down = nn.Linear(3 * HIDDEN, DIM)
         else:
             tokens = 5
-        place(model, mesh, rules, sequence=name == "odd sequence")
+        place(model, mesh, rules, sequence="sequence" in name.split()[-1])
         try:
             model(torch.arange(2 * tokens).reshape(2, tokens))
         except ModelError as error:
@@ -190,6 +214,7 @@ def runtime_refusal(name: str) -> str:
         ("replicate on split", "rule 'replicate' on .*: its input differs between tp ranks"),
         ("sequence on split", "rule 'sequence' on .*: its input differs between tp ranks"),
         ("row on thirds", "needed 24 .* or 48"),
+        ("two sequences", "layers.0.mlp is given memory .*, of which each rank has a part"),
         ("odd sequence", "tp=2 does not divide the 5 tokens"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -15,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
-from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
+from shardwise.model.tracer import find_blocks, is_called, meta_copy, refuse_parameters
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
-from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
+from shardwise.parallel.declared import check_declared, declared_blocks, declares, divide_declared, prepare, sample_of
 from shardwise.parallel.engines.casts import cast_compiled, cast_weights
 from shardwise.parallel.engines.scalars import bind_scalars, cast_scalars
 from shardwise.parallel.engines.views import return_no_views
@@ -45,6 +46,7 @@ from shardwise.parallel.refused.other_weights import refuse_other_weights
 from shardwise.parallel.refused.own_steps import refuse_own_steps
 from shardwise.parallel.refused.parts_torch_private import mind_parts
 from shardwise.parallel.refused.saved import refuse_saves
+from shardwise.parallel.refused.slices import watch_slices
 from shardwise.parallel.refused.written import watch_weights
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.parallel.ties import bind_stages, find_ties
@@ -129,7 +131,7 @@ def apply(
             mind_parts()
         by_hand = placed.pipeline is None and isinstance(placed.parts[0].run, FSDPModule)
         gathered = Gathered(placed.parts[0].run) if by_hand else None
-        return replicate_data(placed.with_(wrappers=sharded, gathered=gathered), plan, mesh)
+        return replicate_data(placed.with_(wrappers=sharded, gathered=gathered, plain=None), plan, mesh)
 
 
 def _watch(placed: Placed) -> None:
@@ -138,6 +140,7 @@ def _watch(placed: Placed) -> None:
         look_at_first_forward(placed)
         watch_bags(placed)
         watch_calls(placed)
+        watch_slices(placed)
         refuse_other_weights(placed)
         for part in placed.parts:
             return_no_views(part.run)
@@ -168,6 +171,7 @@ def place(
     refuse_parameters(root)
     refuse_limits(root, plan)
     check_declared(root, plan)
+    plain = _plain(root) if plan.axes.tp > 1 and not plan.compile else None
     prepare(root, blocks_of_plan(root, plan))
     prepare_sync_norms(root)
     placed = Placed(
@@ -178,6 +182,7 @@ def place(
         sample=sample if sample is not None else sample_of(root),
         blueprint=blueprint,
         rules=rules,
+        plain=plain,
         seed=seed,
         ties=find_ties(root),
         original_names=tuple(name for name, _ in root.named_modules()),
@@ -186,6 +191,13 @@ def place(
         placed = run(placed, plan, mesh)
     check_split(placed)
     return record_types(record_replicated(divide_declared(placed)))
+
+
+def _plain(root: nn.Module) -> nn.Module | None:
+    """A copy without values; None: of what declares its own rules, or cannot be copied."""
+    with suppress(ModelError):
+        return None if declares(root) else meta_copy(root)
+    return None
 
 
 def _size_here(placed: Placed) -> str:

@@ -143,6 +143,10 @@ class Placed:
     """Names of the modules whose parameters are split over the `ep` axis."""
     float8: tuple[str, ...] = ()
     """Names of the linear layers that multiply in float8."""
+    plain: nn.Module | None = None
+    """The model on meta as it was before the passes; until its first forward is looked at, under tensor parallelism."""
+    styles: Mapping[str, str] = field(default_factory=dict)
+    """Names of the modules that a tensor-parallel rule speaks of -> its style."""
     types: Mapping[str, str] = field(default_factory=dict)
     """Names of the modules to which a precision rule gives a type of their own -> that type."""
     ties: Mapping[str, str] = field(default_factory=dict)

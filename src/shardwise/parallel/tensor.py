@@ -117,7 +117,7 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             refuse_batch_norms(part.root, blocks, job.holders)
             watch_blocks(part.root, () if plan.compile else blocks)  # compiled code is not watched
             _bound_sequence(part, blocks, job)
-    return placed.with_(placements=placements)
+    return placed.with_(placements=placements, styles=styles)
 
 
 def _rules(placed: Placed, plan: Plan, mesh: Mesh) -> dict[str, str]:
@@ -395,5 +395,5 @@ def _bound_sequence(part: Part, blocks: list[str], job: _Job) -> None:
     """Split the stream before the first block of the stage, gather it after the last."""
     here = [name for name in blocks if next(part.root.get_submodule(name).parameters(), None) is not None]
     if here:
-        split_sequence(part.root.get_submodule(here[0]), job.tp_mesh, SEQUENCE_DIM, here[0])
+        split_sequence({name: part.root.get_submodule(name) for name in here}, job.tp_mesh, SEQUENCE_DIM)
         leave_sequence(part.root.get_submodule(here[-1]), job.tp_mesh, SEQUENCE_DIM, here[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import ModelError
 from shardwise.parallel.layers.regions import add_up, enter, gather, own, split
@@ -103,6 +104,8 @@ def hold(module: nn.Module, holder: Holder) -> None:
                 "drop `seq` from the plan",
                 row="module.tokens-in-rows",
             )
+        if holder.sequence_dim is not None:
+            _refuse_second_sequence(module, holder, first, (args, kwargs))
         holder.plain, holder.shared = enter(first.tensor, holder.tp_mesh, holder.sequence_dim)
         try:
             args, kwargs = first.replaced(holder.plain, args, kwargs)
@@ -118,6 +121,20 @@ def hold(module: nn.Module, holder: Holder) -> None:
         return outputs
 
     wrap_forward(module, run)
+
+
+def _refuse_second_sequence(module: nn.Module, holder: Holder, first: _First, given: tuple[Any, ...]) -> None:
+    """The first input is gathered; another one with as many tokens is a part too, and would be taken for the whole."""
+    dim = cast(int, holder.sequence_dim)
+    args, kwargs = given
+    names = list(inspect.signature(module.forward).parameters)
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        if value is not first.tensor and _goes_along(value, first.tensor, dim):
+            raise ModelError(
+                f"sequence shards: {holder.name} is given {name} {tuple(value.shape)} beside its input, of which each "
+                "rank has a part, and only the input is gathered; needed: all of it: give "
+                "it to the blocks by keyword, which leaves it whole, or drop `seq` from the plan"
+            )
 
 
 _SHAPES = re.compile(r"^shape '|^split_with_sizes|shapes cannot be multiplied|^The (expanded )?size of (the )?tensor")
@@ -204,8 +221,13 @@ def split_table(table: nn.Embedding, tp_mesh: DeviceMesh) -> None:
     wrap_forward(table, run)
 
 
-def split_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -> None:
-    """The block's first input arrives whole and is split along the sequence, and what else has a row per token."""
+def split_sequence(blocks: Mapping[str, nn.Module], tp_mesh: DeviceMesh, dim: int) -> None:
+    """The first block's first input arrives whole and is split along the sequence, and what else has a row per token.
+
+    Of what else the model gives to a later block, too (the embeddings to each one), that block gets the same part.
+    """
+    name, block = next(iter(blocks.items()))
+    divided = WeakTensorKeyDictionary()
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         first = _First.of(block, args, kwargs)
@@ -221,11 +243,21 @@ def split_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -
                 f"input of {name} (shape {tuple(first.tensor.shape)}); pad sequences to a multiple of "
                 f"{tp_mesh.size()}, or drop `seq` from the plan"
             )
+        whole = [a for a in args if a is first.tensor or _goes_along(a, first.tensor, dim)]
+        if not torch.compiler.is_compiling():
+            divided.update((a, True) for a in whole)
         args, kwargs = first.replaced(split(first.tensor, tp_mesh, dim), args, kwargs)
-        args = tuple(split(a, tp_mesh, dim) if _goes_along(a, first.tensor, dim) else a for a in args)
-        return forward(*args, **kwargs)
+        return forward(*(split(a, tp_mesh, dim) if any(a is w for w in whole) else a for a in args), **kwargs)
+
+    def follow(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        parts = (split(a, tp_mesh, dim) if isinstance(a, torch.Tensor) and a in divided else a for a in args)
+        return forward(*parts, **kwargs)
 
     wrap_forward(block, run)
+    for other in list(blocks.values())[1:]:
+        wrap_forward(other, follow)
 
 
 def _goes_along(value: Any, stream: torch.Tensor, dim: int) -> bool:
