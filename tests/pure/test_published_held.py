@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 from published.stacks import BUCKET, CHUNKED, HOLES, KEPT, LIMITED, LOOP_LOSS, MASKED, SCORES, UNFUSED_LOSS
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
-from shardwise.model.spec import ModelSpec
+from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.memory_terms.holding import SHARED
 from shardwise.plan.plan import Offload, Plan
 from shardwise.plan.ranks.activations import saved_bytes, saving_of
 from shardwise.plan.stack import Stack, load_stack
-from shardwise.plan.workload import Adapters
+from shardwise.plan.workload import Adapters, Workload
 from tests.pure.test_planner_memory import LLAMA, WORK
 from tests.pure.test_published import variant
 from tests.pure.test_published_words import BARE
@@ -24,9 +26,9 @@ EAGER, DEEPSPEED, CORE, FSDP1 = map(load_stack, ("eager", "deepspeed", "megatron
 DIM, KEYS, FFN = 64, 32, 192
 
 
-def _memory(plan: str, stack: Stack, spec: ModelSpec = LLAMA, **device: float) -> Memory:
-    here = replace(load_cluster("h100:8").device, **device) if device else None
-    return estimate_memory(profile_of(spec), Plan.parse(plan), WORK, stack=stack, device=here)
+def _memory(plan: str, stack: Stack, spec: ModelSpec = LLAMA, seq_len: int = WORK.seq_len, **device: float) -> Memory:
+    here, work = replace(load_cluster("h100:8").device, **device) if device else None, replace(WORK, seq_len=seq_len)
+    return estimate_memory(profile_of(spec), Plan.parse(plan), work, stack=stack, device=here)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +102,41 @@ def test_whole_parameters_have_no_adapters_though_the_source_is_named_for_them()
 def test_freed_blocks_are_a_share_of_what_passes_and_given_back_before_memory_runs_out() -> None:
     plainly = replace(DEEPSPEED, widens_grads=False)
     some, all_of_it = (replace(plainly, cached=share, most_cached=inf) for share in (0.5, 1.0))
-    plain = _memory("fsdp8 bf16", replace(plainly, cached=0.0))
+    long = partial(_memory, "fsdp8 bf16", seq_len=2**16)
+    plain = long(replace(plainly, cached=0.0))
     passing = plain.worst.most_passing
     assert passing >= plain.worst.passing > 0 and plain.held == 0
-    assert _memory("fsdp8 bf16", some).held == 0.5 * _memory("fsdp8 bf16", all_of_it).held == 0.5 * passing
-    assert _memory("fsdp8 bf16", replace(some, most_cached=7.0)).held == 7.0
-    need = _memory("fsdp8 bf16", replace(plainly, cached=0.0), memory=1e12).device
-    tight = _memory("fsdp8 bf16", all_of_it, memory=need + 0.25 * passing)
+    assert long(some).held == 0.5 * long(all_of_it).held == 0.5 * passing
+    assert long(replace(some, most_cached=7.0)).held == 7.0
+    need = long(replace(plainly, cached=0.0), memory=1e12).device
+    tight = long(all_of_it, memory=need + 0.25 * passing)
     assert tight.device == pytest.approx(tight.limit) and tight.fits, "as much as there is room for"
-    assert not _memory("fsdp8 bf16", all_of_it, memory=need - 1).fits
+    assert not long(all_of_it, memory=need - 1).fits
+
+
+def test_tensors_that_share_segments_leave_no_holes() -> None:
+    """One of the loss's in fp32 has 4 bytes per logit, the largest of a block 2 for each number of a feed-forward."""
+    stack = replace(DEEPSPEED, widens_grads=False, cached=1.0, most_cached=inf)
+    loss, block = SHARED // (4 * LLAMA.vocab_size), -(-SHARED // (2 * FFN))
+    lengths = round(0.9 * loss), loss + 1, block - 1, block
+    below, at_loss, between, both = (_memory("fsdp8 bf16", stack, seq_len=length) for length in lengths)
+    assert below.held == 0 < at_loss.held < at_loss.worst.most_passing
+    assert between.held < between.worst.most_passing and both.held == both.worst.most_passing
+
+
+def test_flat_copies_of_gradients_take_the_place_of_tensors_that_were_as_large() -> None:
+    stack, profile = replace(DEEPSPEED, cached=0.0), profile_of(preset("llama-8b"))
+    flat, plan = 2 * profile.num_params / 8, Plan.parse("fsdp8 / bf16 / recompute=blocks")  # in 16 bits; then in fp32
+
+    def held(size: float) -> float:
+        """For them beside a loss whose logits have so many bytes in fp32."""
+        work = Workload(seq_len=round(size / (4 * profile.vocab)), global_batch=8)
+        with_, without = (replace(stack, widens_grads=widens) for widens in (True, False))
+        memory, plain = (estimate_memory(profile, plan, work, stack=each) for each in (with_, without))
+        return memory.held - plain.held
+
+    less, one, both = (held(1.01 * size) for size in (0.9 * flat, flat, 2 * flat))
+    assert less > 2 * flat > one > both == 0
 
 
 def test_copies_of_gradients_that_an_update_frees_are_held_beside_the_loss() -> None:

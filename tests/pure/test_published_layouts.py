@@ -184,6 +184,7 @@ def test_eager_is_of_one_node() -> None:
         ({"model": "GPT-NeoX-20B", "notes": "FSDP"}, "torchtitan"),
         ({"notes": "FSDP, gpt-neox-20b tokenizer"}, "torchtitan"),
         ({"notes": "Megatron-DeepSpeed, flash attention; TP=4", "date": "2024-06"}, "megatron-flash"),
+        ({"notes": "DeepSpeed 0.3.0 with its Megatron-LM example; ZeRO-1", "date": "2020-12"}, "megatron-2021"),
         ({"notes": "TP=4, PP=2"}, "megatron-core"),
         ({"source": "bigscience-workshop/bigscience", "notes": "HF data; TP=4", "date": "2022-01"}, "megatron-2021"),
     ],

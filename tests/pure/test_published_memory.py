@@ -9,7 +9,7 @@ import pytest
 
 from published.attention import SDPA
 from published.score import predict
-from published.stacks import GATHERS_AGAIN, KERNELS, LIBRARY, ONCE, TWICE_LOSS, UNFUSED_LOSS
+from published.stacks import GATHERS_AGAIN, KERNELS, LIBRARY, LOOP_LOSS, ONCE, TWICE_LOSS, UNFUSED_LOSS
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
@@ -139,7 +139,17 @@ def test_what_torch_and_cuda_of_a_date_hold() -> None:
     assert kept == [False, True], "Transformer Engine keeps a placeholder per shape from its version 2.3"
     old = [variant("old-1", source=source).stack.context for source in ("Megatron-LM log", "Megatron-DeepSpeed log")]
     assert old[0] == KERNELS < old[1], "the memory beside its tensors is that of DeepSpeed's fork"
-    assert variant("old-1", source="Megatron-DeepSpeed log", date="2024-06").stack.context == 0.0, "of its time"
+    late, core = variant("old-1", source="Megatron-DeepSpeed log", date="2024-06").stack, load_stack("megatron-core")
+    assert late.context == core.context < old[1], "that of its groups' communicators alone"
+    assert late.fragmentation < load_stack("megatron-2021").fragmentation and late.cached == 0, "as others of its time"
+
+
+def test_a_loop_around_the_layers_of_transformer_engine_has_weights_in_fp32_and_a_loss_of_its_own() -> None:
+    said = "nanochat with Transformer Engine's layers"
+    stacks = [variant("core-8", **BARE | {"notes": said + more}).stack for more in ("", ", autocast in bf16")]
+    assert [stack.name for stack in stacks] == ["megatron-core", "megatron-core"]
+    assert [stack.master for stack in stacks] == [True, False]
+    assert [stack.logit_bytes for stack in stacks] == [load_stack("megatron-core").logit_bytes, LOOP_LOSS]
 
 
 def test_attention_without_dropout_keeps_its_probabilities_once() -> None:

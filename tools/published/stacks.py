@@ -18,7 +18,8 @@ CORE = ("megatron-core", "megatron-bridge")
 """Stacks on Megatron-Core and Transformer Engine."""
 
 _FORKS = (
-    r"megatron-deepspeed|bigscience|gpt-?neox(?![ -]?(20b|\d|tokeni|model|arch|vocab|like|style|sizes|config|family))"
+    r"megatron-deepspeed|bigscience|deepspeed[\d. ]* with its megatron-lm"
+    r"|gpt-?neox(?![ -]?(20b|\d|tokeni|model|arch|vocab|like|style|sizes|config|family))"
 )
 """Codes on Megatron-LM of 2021 and DeepSpeed."""
 _RULES: tuple[tuple[str, str], ...] = (
@@ -186,6 +187,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     said = cells.noted(_GRADS_IN) if name in CORE else None
     if said:
         stack = replace(stack, grad_bytes=4.0 if "fp32" in said.group() else 2.0)
+    if name in CORE and cells.noted(_OF_LAYERS):
+        stack = replace(stack, master=False, logit_bytes=LOOP_LOSS)
     if name in CORE and cells.has(_OVERLAPS_PRODUCTS):
         stack = replace(stack, overlap_tensor=_preset("megatron-bridge").overlap_tensor)
     if name in CORE and cells.year < PLACEHOLDS:
@@ -216,7 +219,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name == "jax" and cells.has("torch"):  # each micro-batch is a graph of its own, which Python starts
         stack = replace(stack, scans=False)
     if re.search(_STATIC, unsourced(cells.notes)):
-        stack = replace(stack, fragmentation=0.0)
+        stack = replace(stack, fragmentation=0.0, cached=0.0)
     if name == "torchtitan" and "fp4" in cells["precision"].lower():
         stack = replace(stack, keeps_products=0.0)  # the kernels of these are not in its list, and run again
     elif name == "torchtitan" and cells.year >= ONE_LIST:
@@ -355,7 +358,9 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
         stack = replace(stack, grad_bytes=4.0)
     if stack.name == "megatron-2021" and not (is_fork(cells) and cells.year < LAZY):
-        stack = replace(stack, context=0.0)
+        stack = replace(stack, context=_preset("megatron-core").context if is_fork(cells) else 0.0)
+    if stack.name == "megatron-2021" and cells.year >= NONE:
+        stack = replace(stack, fragmentation=_preset("deepspeed").fragmentation, cached=0.0)
     if cells.year < LAZY:
         stack = replace(stack, context=max(stack.context, KERNELS))
     if stack.name == "fsdp1" and cells.year < LIMITED and not cells.noted(_HELD_BACK):
@@ -375,6 +380,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
 
 _MODELS_LOSS = r"(hf|transformers|sft|hugging ?face) ?trainer|\btrl\b|axolotl|llama[- ]?factory|\b(ms-)?swift\b"
 """Words for trainers whose loss is that of transformers' models, whatever shards them."""
+_OF_LAYERS = r"\bautocast\b"
+"""Words for a loop of its own around Transformer Engine's layers, which cast weights in fp32 for each product."""
 _OVERLAPS_PRODUCTS = r"(?<!no )(?<!without )\btp[ _-](comm[ _-])?overlap|megatron-lm readme"
 """Words for Megatron-Core's switch `--tp-comm-overlap`, with which its README of 2024 was measured."""
 _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
@@ -459,7 +466,7 @@ _OWN_STEPS = r"of (its|their) own"
 _TORCH_XLA = r"(py)?torch[ _/-]?xla"
 """Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
 _STATIC = r"\boneflow(?!-inc)|\blibai\b"
-"""Words for OneFlow, which lays memory out before it runs, so that no holes arise."""
+"""Words for OneFlow, which lays memory out before it runs, so that no holes arise, and nothing is kept for later."""
 SCHEDULED, SCHEDULES = 2023.7, 2025.0
 """Years from which NVIDIA's and MaxText's JAX, and any, hides on GPUs what it sends: XLA's
 `xla_gpu_enable_latency_hiding_scheduler`."""

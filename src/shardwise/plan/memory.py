@@ -27,7 +27,7 @@ from shardwise.plan.memory_terms.holding import (
     sending,
     sent_before,
 )
-from shardwise.plan.memory_terms.passing import beside_buckets, block_bytes, passing_of, reduced_last
+from shardwise.plan.memory_terms.passing import beside_buckets, block_bytes, made_inside, passing_of, reduced_last
 from shardwise.plan.memory_terms.states import STATES, accumulates_whole, offloaded_of, on_device, states_of
 from shardwise.plan.messages.data import held_sums
 from shardwise.plan.plan import Plan
@@ -177,7 +177,8 @@ def estimate_memory(
     stages, (largest, peaks) = division.ranks[worst], ranks[worst]
     ahead = held_ahead(division, stack, device)
     left = held_apart(division, stages, peaks, states[worst], stack)
-    left += held_freed(division, stages, peaks, largest.most_passing, stack) + largest.freed
+    inside = made_inside(division, stages, largest.most_passing, stack)
+    left += held_freed(division, stages, peaks, inside, stack) + largest.freed
     memory = Memory(
         stages=tuple(ranks[rank][0] for rank in sorted(ranks)),
         fragmentation=stack.fragmentation,

@@ -6,6 +6,7 @@ Of a host ahead of its device, `plan.time_terms.stalls.held_ahead` has those of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from shardwise.plan.frozen import held_width
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
@@ -17,6 +18,10 @@ from shardwise.plan.ranks.engines import casts_weights, uses_fully_shard
 from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import OWN, at_once
+
+SHARED = 10 * 2**20
+"""Bytes of a tensor below which PyTorch's allocator cuts it out of segments that others use too, which leaves no hole
+(`kMinLargeAlloc`)."""
 
 
 def held_apart(
@@ -40,17 +45,43 @@ def held_apart(
     return max(0.0, others + gradients - max(peaks.values())) + added
 
 
+class Inside(NamedTuple):
+    """Bytes that a pass makes and frees."""
+
+    most: float
+    """At most, at once."""
+    loss: float
+    """Of that by the loss."""
+    block: float
+    """The largest tensor of a block."""
+
+    @property
+    def widest(self) -> float:
+        """The largest tensor: the loss has three of its logits."""
+        return max(self.block, self.loss / 3)
+
+    @property
+    def apart(self) -> float:
+        """In tensors that have segments of their own."""
+        return 0.0 if self.widest < SHARED else self.most if self.block >= SHARED else self.loss
+
+
 def held_freed(
-    division: Division, stages: tuple[Stage, ...], peaks: Mapping[str, float], passing: float, stack: Stack
+    division: Division, stages: tuple[Stage, ...], peaks: Mapping[str, float], inside: Inside, stack: Stack
 ) -> float:
     """Bytes of freed blocks: of weights gathered too early, and of what comes and goes in other sizes.
 
-    `passing`: the most of that within a pass; an update's copies of gradients, tensor by tensor, fit nothing of a pass.
+    An update's copies of gradients, tensor by tensor, fit nothing of a pass; flat, they take the place of tensors that
+    were as large.
     """
-    cached = min(stack.cached * passing, stack.most_cached)
+    cached = min(stack.cached * inside.apart, stack.most_cached)
     freed = _gathered_early(division, stages, stack) + cached
     if stack.widens_grads:
-        freed += max(0.0, peaks["loss"] + at_once(division, stages, stack) - max(peaks.values()))
+        made, plan = at_once(division, stages, stack), division.plan
+        flat = stack.flattens_grads and plan.zero > 0 and (plan.zero == 3 or not plan.offload.state)
+        parts = (made * 2 / 3, made / 3) if flat else ()  # in fp32, and before that in 16 bits
+        fitting = sum(part for part in parts if part <= inside.widest)
+        freed += max(0.0, peaks["loss"] + made - fitting - max(peaks.values()))
     return freed
 
 

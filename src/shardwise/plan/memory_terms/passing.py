@@ -11,7 +11,7 @@ from shardwise.plan.eager.kernels import deferred_in, local_of
 from shardwise.plan.eager.moments import Moment, moments_of
 from shardwise.plan.frozen import whole_again
 from shardwise.plan.memory_terms.flights import few_rounds, peaks_in_flight, whole_backwards
-from shardwise.plan.memory_terms.holding import gathered_width
+from shardwise.plan.memory_terms.holding import Inside, gathered_width
 from shardwise.plan.messages.data import reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import (
@@ -22,6 +22,7 @@ from shardwise.plan.ranks.activations import (
     kept_bytes,
     kept_in,
     saved_bytes,
+    widest_bytes,
     working_bytes,
 )
 from shardwise.plan.ranks.division import Division
@@ -247,6 +248,13 @@ def working_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> f
     """Gradients of the widest operator, alive for a moment in the backward pass."""
     how = division.saving(stack)
     return max((working_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
+
+
+def made_inside(division: Division, stages: tuple[Stage, ...], most: float, stack: Stack) -> Inside:
+    """What a rank's pass makes and frees, so many bytes at most."""
+    how, last = division.saving(stack), any(stage.last for stage in stages)
+    widest = max((widest_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0)
+    return Inside(most, logits_of(division, stack) * last, widest * division.tokens)
 
 
 def in_line(

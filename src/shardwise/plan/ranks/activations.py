@@ -285,6 +285,19 @@ def working_bytes(block: Block, how: Saving) -> float:
     return widest
 
 
+@lru_cache(maxsize=4096)
+def widest_bytes(block: Block, how: Saving) -> float:
+    """Bytes per token of the largest tensor: what a product takes or gives, or probabilities of attention."""
+    widest = 0.0
+    for op in block.ops:
+        if isinstance(op, Attention) and how.attention in ("unfused", "fused-softmax"):
+            widest = max(widest, op.heads * op.rows * how.keys * op.reach / how.tp * how.scores)
+        if isinstance(op, Matmul):
+            outs = max(outputs_of(op, block)) / (how.tp if op.split == "column" else 1)
+            widest = max(widest, outs * how.width, op.takes / (how.tp if op.split == "row" else 1) * how.width)
+    return widest
+
+
 def kept_bytes(block: Block, index: int, plan: Plan, how: Saving) -> float:
     """Bytes per token that block `index` of the chain keeps under the plan's recompute."""
     return _kept(block, plan.recompute.mode if is_recomputed(index, plan) else "none", how)
