@@ -319,7 +319,8 @@ _RECORDS: Mapping[tuple[str, ...], type] = {
     **dict.fromkeys((("local",), ("network",)), Link),
     ("loading",): Loading,
 }
-_NOT_GUESSED = (*_HOST, *["origin", "origins", "price", "host_memory", "loading", "unaligned", "wires", "triton", "rise", "narrow"])
+_NOT_GUESSED = (*_HOST, "origin", "origins", "price", "host_memory", "loading")
+_NOT_GUESSED += ("unaligned", "wires", "triton", "rise", "narrow")
 """Fields whose defaults stand for no number, or that are said to be assumed where they are used."""
 
 
