@@ -30,8 +30,8 @@ BARE = {"notes": "", "source": "a blog", "date": "2025-06"}
         ({"notes": "MindSpeed-LLM"}, "megatron-core"),
         ({"source": "InternLM/InternEvo"}, "megatron-core"),
         ({"notes": "LLaMA-Factory"}, "deepspeed"),
-        ({"notes": "DeepSpeed AutoTP", "tp": "2", "n_gpus": "4"}, "deepspeed"),
-        ({"notes": "Hugging Face, tp_plan auto", "tp": "2", "n_gpus": "8", "gpus_per_node": "2"}, "torchtitan"),
+        ({"notes": "DeepSpeed AutoTP", "tp": "2", "n_gpus": "32"}, "deepspeed"),
+        ({"notes": "Hugging Face, tp_plan auto", "tp": "2", "n_gpus": "32"}, "torchtitan"),
     ],
 )
 def test_the_framework_is_the_one_that_ran(cells: dict[str, str], stack: str) -> None:
