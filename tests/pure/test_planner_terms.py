@@ -9,11 +9,9 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import Cluster, Link, Loading, load_cluster
-from shardwise.model.ops import Attention
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.costs.hosts import HOST_ALONE, hosted_times, moved_bytes
-from shardwise.plan.costs.kernels import attention_rate
 from shardwise.plan.costs.links import Group, collective_time
 from shardwise.plan.hosting import assumed_of
 from shardwise.plan.memory import estimate_memory
@@ -342,14 +340,6 @@ def test_rows_that_are_no_multiples_of_8_are_slow_in_16_bits_on_devices_of_which
     assert ratio("fp32") == pytest.approx(1.0, abs=0.01)
     assert 1.05 < ratio("bf16-pure / compile", load_cluster("a100-80g:1")) < ratio("bf16-pure / compile")
     assert ratio("bf16-pure / compile", load_cluster("b200:1")) == pytest.approx(1.0, abs=0.01)  # not known
-
-
-def test_small_heads_leave_half_of_a_tpus_matrix_units_idle() -> None:
-    def rate(name: str, size: int) -> float:
-        return attention_rate(Attention(8, 8, size, size), 4096, load_cluster(name).device, load_stack("jax"))
-
-    assert rate("tpu-v5p:1", 64) == pytest.approx(rate("tpu-v5p:1", 128) / 2)
-    assert rate("h100:1", 64) > 0.7 * rate("h100:1", 128)
 
 
 def test_autocast_casts_weights_on_every_rank_and_in_every_micro_batch() -> None:

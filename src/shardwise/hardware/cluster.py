@@ -86,10 +86,9 @@ class AttentionKernels:
     flash3: float = 0.5
     triton: float = 0.0  # those in Triton of 2023; 0: as flash2
     rise: float = 512.0  # keys at which flash2 reaches half of its share; others do at 512
-    narrow: float = 0.45  # of a share that is left however small heads are; 0 where units of 128 numbers stand idle
 
     def __post_init__(self) -> None:
-        _refuse("attention", self, "flash1 flash2 flash3 rise", "triton narrow")
+        _refuse("attention", self, "flash1 flash2 flash3 rise", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +300,7 @@ _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("device", "curve", "depth"): _Quantity("elements", "384", 0, 1e6),
     **{("device", *keys.split(".")): _SHARE for keys in ("curve.best", "curve.unaligned", "low_best", "stream")},
     **{("device", "attention", name): _SHARE for name in ("flash1", "flash2", "flash3")},
-    **{("device", "attention", name): _SHARE._replace(zero=True) for name in ("triton", "narrow")},
+    ("device", "attention", "triton"): _SHARE._replace(zero=True),
     ("device", "attention", "rise"): _Quantity("keys", "512", 1, 1e6),
     ("device", "price"): _Quantity("currency per hour", "2.5", 0, 1e6),
     **{keys: _LINK for keys in (("local", "bandwidth"), ("network", "bandwidth"), ("host_bandwidth",))},
@@ -319,8 +318,7 @@ _RECORDS: Mapping[tuple[str, ...], type] = {
     **dict.fromkeys((("local",), ("network",)), Link),
     ("loading",): Loading,
 }
-_NOT_GUESSED = (*_HOST, "origin", "origins", "price", "host_memory", "loading")
-_NOT_GUESSED += ("unaligned", "wires", "triton", "rise", "narrow")
+_NOT_GUESSED = ("origin", "origins", "price", "host_memory", *_HOST, "loading", "unaligned", "wires", "triton", "rise")
 """Fields whose defaults stand for no number, or that are said to be assumed where they are used."""
 
 

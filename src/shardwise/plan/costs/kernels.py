@@ -193,8 +193,8 @@ def attention_rate(op: Attention, keys: int, device: Device, stack: Stack) -> fl
         kernel = "flash2"
     top: float = getattr(device.attention, kernel)
     half = device.attention.rise if kernel == "flash2" else _RISE
-    narrow, size = device.attention.narrow, min(op.qk_dim, 128)
-    return top * (narrow + (1 - narrow) * size / 128) * keys / (keys + half)
+    size = min(op.qk_dim, 128)
+    return top * (0.45 + 0.55 * size / 128) * keys / (keys + half)
 
 
 def attention_backward(forward: float, stack: Stack) -> float:
