@@ -9,7 +9,7 @@ import pytest
 from published.cells import Skip
 from published.hardware import _stated
 from published.rows import row_of
-from published.stacks import FUSED_LOSS, SLICED
+from published.stacks import FUSED_LOSS, LOSS_APART, LOSS_LOW, SLICED
 from shardwise.hardware.cluster import load_cluster
 from shardwise.plan.stack import load_stack
 from tests.pure.test_published import RAWS, variant
@@ -30,6 +30,8 @@ BARE = {"notes": "", "source": "a blog", "date": "2025-06"}
         ({"notes": "MindSpeed-LLM"}, "megatron-core"),
         ({"source": "InternLM/InternEvo"}, "megatron-core"),
         ({"notes": "LLaMA-Factory"}, "deepspeed"),
+        ({"notes": "DeepSpeed AutoTP", "tp": "2", "n_gpus": "32"}, "deepspeed"),
+        ({"notes": "Hugging Face, tp_plan auto", "tp": "2", "n_gpus": "32"}, "torchtitan"),
     ],
 )
 def test_the_framework_is_the_one_that_ran(cells: dict[str, str], stack: str) -> None:
@@ -71,6 +73,22 @@ def test_a_loss_in_chunks_fuses_nothing_else_but_that_of_a_library_of_kernels() 
         return variant("fsdp-1", **BARE | {"compile": compiled, "notes": f"torchtitan, {notes}"}).stack.fused
 
     assert not fused("loss in chunks", "n") and fused("loss in chunks", "y") and fused("Liger kernels", "n")
+
+
+def test_the_kernels_of_a_loss_in_primitives_move_what_they_move_one_by_one() -> None:
+    def moved(notes: str, compiled: str) -> float:
+        return variant("fsdp-1", **BARE | {"compile": compiled, "notes": notes}).stack.loss_bytes
+
+    assert moved("PyTorch FSDP2", "n") == LOSS_APART > LOSS_LOW == moved("PyTorch FSDP2, logits in 16 bits", "n")
+    assert moved("PyTorch FSDP2", "y") == moved("PyTorch FSDP2, Liger kernels", "n") == 0
+
+
+def test_rotated_heads_and_norms_of_queries_of_a_model_that_has_neither_by_name() -> None:
+    sizes = {"model": "GPT 1B", "n_layers": "16", "d_model": "2048", "n_heads": "16"}
+    plain, own = (
+        variant("fsdp-1", **BARE | sizes | {"notes": notes}).spec for notes in ("no rotary", "rotary, QK norm")
+    )
+    assert (plain.positions, plain.qk_norm, own.positions, own.qk_norm) == ("learned", False, "rotary", True)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ _TAUGHT = {"qwen": "qwen-2.5", "llama": "llama-3"}
 
 _EXPERTS = r"moe|switch|\b\d+x\d+(\.\d+)?b\b|-a\d|experts?\b|jamba|arctic"
 """A model whose feed-forwards are several."""
+_ROTARY = r"(?<!no )(?<!without )\b(rotary|rope)\b"
+"""Words for heads that are rotated, in models that have a table of positions else."""
+_QK_NORM = r"(?<!no )(?<!without )\bqk[ -]?(layer|rms)?[ -]?norm"
+"""Words for queries and keys that are normalised."""
 _DROPOUT = r"(?<!attention )(?<!softmax )\bdropout[ =:]+(?:of )?(0?\.\d+|0)\b"
 """Words for the share that is dropped of what blocks add to the residual stream."""
 
@@ -60,6 +64,10 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     sizes = _classifies(cells, _as_large(cells, name, sizes))
     if sizes.get("kind") == "gpt" and seq_len:
         sizes["max_seq_len"] = seq_len
+    if sizes.get("kind") == "gpt" and cells.noted(_ROTARY):
+        sizes["positions"] = "rotary"
+    if cells.noted(_QK_NORM):
+        sizes["qk_norm"] = True
     dropped = cells.noted(_DROPOUT)
     if sizes.get("kind") == "gpt" and dropped and not cells.has("lora"):  # which may have one of its own
         sizes["dropout"] = float(dropped.group(1)) > 0

@@ -278,13 +278,22 @@ def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
     mixed = stack.name in TORCH and plan.precision in ("bf16", "fp16")
     if mixed and cells.noted(_WIDE) and cells.noted("autocast"):
         cells.assume("autocast: weights gathered in fp32; the residual stream, norms and softmax in fp32")
-        return replace(stack, residual_bytes=4.0, gathers_wide=plan.zero == 3)
+        return replace(stack, residual_bytes=4.0, gathers_wide=plan.zero == 3, cast_copies=_cast(stack))
     mixed = mixed and not plan.zero
     if not mixed or cells.has(rf"{_SHARDS}|{_APEX}|{_LISTED}"):
         apex = mixed and cells.has(_APEX)
         return replace(stack, master=True, widens_grads=True, zeroes_grads=False) if apex else stack
     cells.assume("autocast: the residual stream, norms and softmax in fp32")
-    return replace(stack, residual_bytes=4.0)
+    return replace(stack, residual_bytes=4.0, cast_copies=_cast(stack))
+
+
+CAST = 12.0
+"""Bytes per weight and micro-batch that autocast moves: 4 read and 2 written, and as much of its gradient."""
+
+
+def _cast(stack: Stack) -> float:
+    """Of blocks that run operator by operator; compiled ones do not show it."""
+    return 0.0 if stack.fused else CAST
 
 
 def plain_tensor(stack: Stack, plan: Plan) -> Stack:

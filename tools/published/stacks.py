@@ -106,6 +106,8 @@ SLICED = 0.5
 """Bytes per logit of a loss that never holds all of them."""
 CUT = 2024.9
 """Year from which unsloth's is such a one (Cut Cross Entropy, arXiv:2411.09009)."""
+KERNEL_LOSS = 5.0
+"""Bytes per logit of llm-foundry's kernel (`fsdp1`)."""
 LOW_LOSS = 8.0
 """Bytes per logit of one that nothing makes fp32: DeepSpeed's engine has no autocast, and of some models the code
 leaves them in 16 bits, as do loops of pure bf16: these, what is left without the last place, its log-softmax and the
@@ -129,6 +131,11 @@ BUCKET = 2.5e8
 and there is a second one with `overlap_comm` alone; with it examples and trainers have 2e8 to 5e8."""
 FOREACH = 2025.5
 """Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
+LOSS_APART = 40.0
+"""Bytes that a loss in primitives reads and writes per logit, which is in fp32: a cast 6, the log-softmax 8 to 16, the
+gradients of what is chosen 4, of the log-softmax 16, of the cast 6 (measured with our own stack on an H200: 40)."""
+LOSS_LOW = 16.0
+"""The same of one that stays in 16 bits: no casts, and half of the rest."""
 TORCH = ("torchtitan", "fsdp1", "eager")
 """Stacks whose blocks are those of PyTorch, as eager or compiled as the row says."""
 OWN_LOSS = 8.0
@@ -266,6 +273,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:  # logits and their gradient, in 16 bits
         stack = replace(stack, logit_bytes=4.0 if engine(cells) == "torchtitan" else OWN_LOSS)
+    if name in (*TORCH, "deepspeed"):
+        stack = replace(stack, loss_bytes=_passes_of_loss(stack))
     if cells.noted(_MASKED):
         stack = replace(stack, logit_share=MASKED)
     wide = re.search(_WIDE_MASKS, unsourced(cells.text))
@@ -276,6 +285,13 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _passes_of_loss(stack: Stack) -> float:
+    """Bytes per logit of PyTorch's loss; 0, as of what is compiled: kernels that hold few bytes of it move few."""
+    if stack.fused or stack.logit_bytes < CHUNKED[False] or stack.logit_bytes == KERNEL_LOSS:
+        return 0.0
+    return LOSS_LOW if stack.logit_bytes == LOW_LOSS else LOSS_APART
 
 
 def _alone(cells: Cells, name: str, *, sharded: bool) -> bool:
@@ -514,11 +530,11 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     if found == "megatron" and cells.year < FUSED and graphs(cells) and not _divides(cells, "tp", "pp", "cp"):
         found = None  # whose data parallelism is its own
     if found == "library":
-        found = "eager" if nodes == 1 else "deepspeed"
+        found = "eager" if nodes == 1 else "fsdp2" if cells.has(_OF_LAYERS) else "deepspeed"
         cells.assume(f"stack {found}, as the row names a trainer only")
     if found in ("megatron", "deepspeed") and sharded and cells.year < MEGATRON_FSDP and cells.has("deepspeed"):
         return "deepspeed"  # whose engine shards parameters, whatever lays out the rest
-    if found == "megatron" or (found == "deepspeed" and _divides(cells, "tp", "pp")):
+    if found == "megatron" or (found == "deepspeed" and _divides(cells, "tp", "pp") and not cells.has(_OF_LAYERS)):
         return megatron_era(cells)
     if found == "fsdp2" and (cells.devices or 1) == 1:
         cells.assume("stack eager, as nothing is sharded on one device")
@@ -549,6 +565,8 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     return name
 
 
+_OF_LAYERS = r"\bauto-?tp\b|\btp_plan\b|\bdtensors?\b"
+"""Words for `tp` that divides layers of PyTorch's models as they are: that of DeepSpeed, transformers and PyTorch."""
 _GRAPHS = r"horovod|tensorflow|\bmxnet\b|\bkeras\b|\bchainer\b|paddle"
 """Other frameworks, whose replicas are reduced as DDP's are."""
 

@@ -251,7 +251,7 @@ class Stack:
     """Bytes per parameter and step that `fully_shard` moves on a device that shares no shards: casts, copies into and
     out of buffers, and those that take the place of its collectives."""
     cast_copies: float = 0.0
-    """The same per micro-batch where one process casts its weights, and their gradients back."""
+    """The same per micro-batch where one process, or autocast on any, casts its weights, and their gradients back."""
     scales_grads: bool = False
     """Clipping multiplies gradients in a pass of its own."""
     adds_bytes: float = 0.0

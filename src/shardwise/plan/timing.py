@@ -197,7 +197,7 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
     """What a rank with these stages does for a micro-batch."""
     plan = division.plan
     frozen = division.workload.trained < 1
-    held, casts = is_held(plan, stack), casts_weights(plan) and not frozen
+    held, casts = is_held(plan, stack), _casts(plan, stack) and not frozen
     setting = Setting(
         cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held,
         division.workload.adapters, casts,
@@ -305,10 +305,15 @@ def _data(division: Division, cluster: Cluster, stack: Stack, ranks: list[RankCo
     return exposed, sent - exposed
 
 
+def _casts(plan: Plan, stack: Stack) -> bool:
+    """Whether each micro-batch casts weights: those of one process, and under autocast, whose residual stream tells."""
+    return casts_weights(plan) or stack.residual_bytes > compute_width(plan)
+
+
 def _copies(division: Division, cluster: Cluster, stack: Stack, params: float) -> float:
     """Seconds in which a device alone copies what `fully_shard` gathers from it and reduces on it, or casts weights."""
     plan, moved = division.plan, 0.0
-    if casts_weights(plan):
+    if _casts(plan, stack):
         moved = stack.cast_copies * plan.batch.micro_batches * division.workload.trained
     elif is_gathered(plan) and division.shards == 1:
         moved = gather_copied(division.workload, stack, compute_width(plan))
