@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import mul
 from typing import NamedTuple
 
 from shardwise.model.profile import Block
@@ -64,10 +63,9 @@ class Given(NamedTuple):
 
     def when(self, made: Sequence[bool], left: Sequence[bool]) -> float:
         """Of both, what is there of stages that have gradients, and of those that have micro-batches left."""
-        if not self.goes:
-            return self.gradients * sum(map(mul, made, self.shares)) + self.gathered
-        here = list(map(mul, left, self.shares))
-        return self.gradients * sum(map(mul, made, here)) + self.gathered * (1.0 if self.by_block else sum(here))
+        here = [float(share * (rest or not self.goes)) for share, rest in zip(self.shares, left, strict=True)]
+        given = sum([share for share, there in zip(here, made, strict=True) if there])
+        return self.gradients * given + self.gathered * (sum(here) if self.goes and not self.by_block else 1.0)
 
 
 def full_sizes(
