@@ -192,6 +192,42 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     return data, text
 
 
+KINDS: Mapping[str, tuple[str, frozenset[str], str]] = {
+    kind: (what, frozenset(keys.split()), do)
+    for kind, what, keys, do in (
+        ("plan", "a plan", "axes batch zero precision recompute communication offload made_for", "give it as PLAN"),
+        ("cluster", "a cluster", "device nodes per_node local network domain", "give it as CLUSTER"),
+        ("sizes", "sizes of a model", "num_layers dim num_heads ffn_dim vocab_size max_seq_len", "give it as MODEL"),
+        ("run", "a run's configuration", "model data train optimizer", "give it to `shardwise train`"),
+        ("rules", "tensor-parallel rules", "rules tp_divides verified_hash", "`apply(..., rules=FILE)` reads it"),
+        ("hf", "a config.json of transformers", "model_type architectures hidden_size", "give it as hf:FILE"),
+        ("deepspeed", "a configuration of DeepSpeed", "zero_optimization train_batch_size gradient_accumulation_steps "
+         "train_micro_batch_size_per_gpu", "docs/migrate.md says how it is read"),
+        ("manifest", "a checkpoint's manifest", "tensors plan_fields scalars", "`shardwise ckpt` reads its folder"),
+        ("answer", "what --json printed", "decisions runners_up pruned", "its key `plan` is the plan"),
+    )
+}  # fmt: skip
+"""Files that people have beside each other: what each is, keys that others have not, what to do with one."""
+
+
+def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], str]:
+    """`read_file`, for a file of one of `KINDS`.
+
+    Raises:
+        ConfigError: as `read_file`; or its keys are another one's.
+    """
+    data, text = read_file(path)
+    shared = {name: sorted(keys & data.keys()) for name, (_, keys, _) in KINDS.items()}
+    likest = max(shared, key=lambda name: len(shared[name]))
+    if len(shared[likest]) > len(shared[kind]):
+        what, _, do = KINDS[likest]
+        raise ConfigError(
+            f"{path}: found {what} ({', '.join(shared[likest])}), needed {KINDS[kind][0]}; "
+            f"{do.replace('FILE', os.fspath(path))}"
+        )
+    return data, text
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A table of JSON, which would take the last of equal keys without a word; TOML refuses them itself."""
     found = dict(pairs)

@@ -257,6 +257,10 @@ DRAWN = {
     "a table alone is the largest of what is summed over replicas": (
         "pp2 dp2 / 1f1b mb4 / bf16-pure", {"dim": 128, "num_heads": 4, "ffn_dim": 128, "vocab_size": 8000}, "adamw",
     ),
+    "of a single micro-batch the first block goes backward beside all others' gradients": (
+        "pp2 / gpipe / recompute=blocks",
+        {"dim": 512, "ffn_dim": 2048, "num_layers": 6, "vocab_size": 512, "max_seq_len": 256}, "sgd",
+    ),
     "a whole gradient, a whole step of it, and this rank's part": (
         "tp2", WIDE | {"vocab_size": 20000, "max_seq_len": 16}, "adafactor",
     ),

@@ -228,6 +228,29 @@ def test_a_batch_that_the_devices_do_not_divide_is_remarked() -> None:
     assert not any("multiple" in note for note in question("llama-1b", "h100:8", seq=128, batch=2, tokens=None).assumed)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("gpt2", "a100-40g:8", "--tokens", "500k"),
+            r"488 samples are 61 for each of the 8 devices.*--global-batch 480 ",
+        ),
+        (("llama-8b", "h100:8", "--global-batch", "100"), r"100 samples are no multiple of the 8 devices; with .* 96 "),
+        (("llama-1b", "h100:8", "--global-batch", "61"), r"61 samples are no multiple of the 8 devices; with .* 64 "),
+    ],
+)
+def test_where_the_batch_decides_the_nearest_better_one_is_said(here: Path, words: tuple[str, ...], says: str) -> None:
+    """A part of the sequence on each of two ranks was the answer to 61 samples per device, without a word on why."""
+    code, text, _ = invoke(plan, *words)
+    found = re.search(rf"the batch decides: {says}", " ".join(text.split()))
+    assert code == ExitCode.OK and found, text
+    better = json.loads(invoke(plan, *words, "--json")[1])["better_batch"]
+    assert better["change"] in text and better["seconds"] > 0
+    again = invoke(plan, *words[:2], *better["change"].split(), "--json")[1]
+    assert json.loads(again)["plan"]["shorthand"].startswith(better["plan"]["shorthand"].partition(" / ")[0])
+    assert json.loads(again)["better_batch"] is None
+
+
 def test_the_verbs_are_on_the_help_page(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -468,6 +468,34 @@ def test_words_that_are_nearly_right_are_told_what_is(here: Path, words: tuple[s
     assert isinstance(error, ShardwiseError) and re.search(said, str(error)), error
 
 
+OTHERS = {
+    "cluster.toml": ("[device]\nnodes = 2\n", "found a cluster (device), needed a plan; give it as CLUSTER"),
+    "config.json": ('{"model_type": "llama"}', "found a config.json of transformers (model_type), needed a plan; give"),
+    "ds.json": ('{"zero_optimization": {}}', "found a configuration of DeepSpeed (zero_optimization), needed a plan"),
+    "sizes.toml": ("dim = 64\nnum_layers = 2\n", "found sizes of a model (dim, num_layers), needed a plan"),
+    "run.toml": ("[model]\n[train]\n", "found a run's configuration (model, train), needed a plan; give it to"),
+    "answer.json": ('{"plan": {}, "decisions": []}', "found what --json printed (decisions), needed a plan; its key"),
+    "rules.toml": ("[rules]\n", "found tensor-parallel rules (rules), needed a plan"),
+    "manifest.json": ('{"tensors": {}}', "found a checkpoint's manifest (tensors), needed a plan"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_kind_is_told_as_what_it_is(here: Path, name: str) -> None:
+    """It was an unknown key, and the nearest one."""
+    text, says = OTHERS[name]
+    (here / name).write_text(text)
+    error = invoke(explain, name)[2]
+    assert isinstance(error, ConfigError) and says in str(error), error
+
+
+def test_a_plan_is_neither_a_model_nor_a_cluster(here: Path) -> None:
+    Plan.parse("fsdp8 / bf16").save("made.toml")
+    for words, needed in ((("made.toml", "h100:8"), "sizes of a model"), (("tiny", "made.toml"), "a cluster")):
+        error = invoke(plan, *words)[2]
+        assert re.search(rf"found a plan \(axes, .*needed {needed}; give it as PLAN", str(error)), error
+
+
 def test_a_wrong_value_of_an_option_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     for words, found in ((("--global-batch", "1.5"), "1.5"), (("--top=1000",), "1000"), (("--price", "x"), "x")):
         with pytest.raises(SystemExit) as stop:

@@ -320,6 +320,63 @@ def test_no_bound_is_above_what_a_plan_of_another_stack_needs(name: str, spec: M
                 assert bounds.fitting_time(core, each.memory.device) <= each.time.total * (1 + 1e-9), plan
 
 
+WIDE = replace(SMALL, num_layers=8, vocab_size=512, tie_embeddings=False)
+GPT = replace(preset("gpt2-small"), num_layers=8, vocab_size=50304)
+INT8: dict[str, Any] = {"trained": 0.01, "adapters": Adapters(on=("up", "down"), base="int8")}
+ON_CPUS = {
+    "a stage that is done has given its weights back": ("pp2 cp3 zero2 / zero-bubble-v mb2 / bf16", GPT, 128, 4, {}),
+    "and the shards of its gradients alone": (
+        "pp2 cp2 zero1 / interleaved vs4 mb3 / fp32 / context=ulysses recompute=every3", WIDE, 16, 12, {},
+    ),
+    "a single micro-batch gives weights back while gradients come": (
+        "tp2 zero1 / fp32 / seq loss-parallel recompute=blocks", PICTURES, 16, 6, {},
+    ),
+    "and its first block has no gradients yet": ("pp2 / gpipe / fp32 / recompute=blocks", WIDE, 512, 8, {}),
+    "a loss over shards has one copy less": (
+        "pp2 tp2 zero3 / interleaved / fp32 / loss-parallel recompute=blocks", GPT, 1024, 6, {},
+    ),
+    "with adapters too": (
+        "pp2 tp2 zero1 / looped-bfs vs4 / fp32 / seq loss-parallel recompute=every2", GPT, 512, 32, INT8,
+    ),
+    "logits wait as shards": ("pp2 tp2 zero2 / zero-bubble mb2 / fp32 / seq recompute=every2", GPT, 128, 32, {}),
+    "a block that is computed again has what it kept": ("tp2 / fp32 / loss-parallel recompute=ops", WIDE, 512, 8, {}),
+    "no block's weights are gathered at the loss": (
+        "tp4 ep4 zero3 / fp32 / loss-parallel recompute=every4", MIXED, 2048, 4, {},
+    ),
+    "a head of few tokens keeps little": ("pp4 zero3 / gpipe mb4 / bf16 / recompute=ops", PICTURES, 196, 32, {}),
+}  # fmt: skip
+
+
+def families_of(space: Space, plan: Plan) -> tuple[Flow, Spread]:
+    """The families of a search that have this plan."""
+    axes, policies = plan.axes, range(len(space.recomputes))
+    for core in space.cores(plan.world, {}):
+        if (core.tp, core.cp, core.ep, core.precision) != (axes.tp, axes.cp, axes.ep, plan.precision):
+            continue
+        for pipe in space.pipes(core):
+            if (pipe.pp, pipe.micro_batches) == (axes.pp, plan.batch.micro_batches):
+                flows = ((schedule, n, offload) for (schedule, offload), n in product(space.flows(pipe), policies))
+                alike = [Flow(pipe, *each) for each in flows if each[0].kind == plan.schedule.kind or axes.pp == 1]
+                for flow, spread in product(alike, space.spreads(pipe)):
+                    if str(space.plan(flow, spread)) == str(plan):
+                        return flow, spread
+    raise AssertionError(f"no family has {plan}")
+
+
+@pytest.mark.parametrize("why", ON_CPUS)
+def test_no_bound_is_above_what_a_plan_needs_on_processors(why: str) -> None:
+    text, spec, seq_len, batch, more = ON_CPUS[why]
+    plan, work = Plan.parse(text), Workload(seq_len=seq_len, global_batch=batch, optimizer="sgd", **more)
+    where = load_cluster(f"{'cpu' if plan.precision == 'fp32' else 'l4'}:{plan.world}")
+    space = Space(profile_of(spec), spec, where, work, load_stack("shardwise-cpu"))
+    walk, (flow, spread) = Walk(space, "time", inf), families_of(space, plan)
+    needs = estimated(space, plan).needs * (1 + 1e-9)
+    assert walk.bounds.plan_size(flow, spread, walk.bounds.flow_size(flow, every_rank=True)) <= needs
+    assert walk.bounds.family_size(flow, walk._spreads_of, (), walk.bounds.flow_size(flow)) <= needs
+    assert walk.least.of_pipe(flow.pipe, flow.policy) <= needs
+    assert walk.least.bare(flow.pipe) <= needs
+
+
 def test_a_bound_does_not_go_by_what_was_asked_before() -> None:
     space = space_of(SMALL, cluster("h100:4"), Workload(seq_len=512, global_batch=4))
     space = replace(space, stack=load_stack("torchtitan"), allow=("bf16-pure",), forbid=("pp", "cp", "tp"))

@@ -39,7 +39,7 @@ from shardwise.cli.options.uneven import ImbalanceOption, unevenly
 from shardwise.cli.output import console, plan_json, print_json, show_likeness, waiting
 from shardwise.errors import ConfigError, ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
-from shardwise.plan.advice import Advice, advise
+from shardwise.plan.advice import Advice, advise, better_batch
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.hosting import assumed_of, host_share
 from shardwise.plan.plan import Plan
@@ -104,12 +104,13 @@ def plan(
 
         write_text(html, page(found, (*asked.assumed, *assumed_of(whole, asked.cluster))))
     advice = () if found.best else _found("what would fit", lambda: advise(found.space))
+    better = _found("a better batch", lambda: better_batch(found))
     if json:
         files = {"written": str(out) if found.best else None, "html": str(html) if html else None}
-        print_json({**search_json(found, whole, asked), **_more_json(found, points, advice), **files})
+        print_json({**search_json(found, whole, asked), **_more_json(found, points, advice, better), **files})
     else:
         _show_nothing_fits(console(), found, advice)
-        _show(found, whole, asked, out, points if front else None)
+        _show(found, whole, asked, out, points if front else None, better)
     if not found.best:
         raise typer.Exit(ExitCode.REFUSED)
 
@@ -169,7 +170,14 @@ def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Sequence[Candidate] | None) -> None:
+def _show(
+    found: Search,
+    whole: Plan,
+    asked: Question,
+    path: Path,
+    points: Sequence[Candidate] | None,
+    better: Advice | None,
+) -> None:
     out = console()
     chosen = found.best or found.nearest
     assert chosen is not None
@@ -186,6 +194,8 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
     show_time(out, chosen.time, asked.cluster)
     show_likeness(out, whole, asked.profile)
     out.print(f"what binds: {binds(chosen, found.space)}", markup=False)
+    if better:
+        out.print(_by_batch(found, better), markup=False)
     if len(found.ranked) > 1:
         out.print(_runners_up(found))
     if points:
@@ -199,6 +209,21 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
     show_assumed(out, whole, asked, found.space.stack)
     if found.best:
         out.print(f"written: {path}", markup=False)
+
+
+def _by_batch(found: Search, better: Advice) -> str:
+    """That the batch decided, and what another one would do."""
+    batch, world = found.space.workload.global_batch, found.space.cluster.world
+    best, other = found.best, better.found
+    assert best is not None
+    alone = f"{batch // world:,} for each of the {world:,} devices, which few numbers of micro-batches divide"
+    why = f"no multiple of the {world:,} devices" if batch % world else alone
+    gain = best.score(found.goal) / best.time.tokens / other.score(found.goal) * other.time.tokens - 1
+    per = "device and second" if found.goal == "cost" else "second"
+    return (
+        f"the batch decides: {batch:,} samples are {why}; with {better.change} {other.plan} does {gain:.1%} more "
+        f"tokens per {per}"
+    )
 
 
 def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) -> None:
@@ -238,10 +263,14 @@ def _brief_json(found: Candidate) -> dict[str, Any]:
     return {"plan": str(found.plan), "seconds": found.time.total, "device_bytes": found.memory.device}
 
 
-def _more_json(found: Search, points: Sequence[Candidate] | None, advice: Sequence[Advice]) -> dict[str, Any]:
+def _more_json(
+    found: Search, points: Sequence[Candidate] | None, advice: Sequence[Advice], better: Advice | None
+) -> dict[str, Any]:
     """What is there only where it was asked for, or where nothing fits."""
     front = {} if points is None else {"front": [_brief_json(each) | {"device_bytes": each.needs} for each in points]}
-    return front if found.best else {**front, "would_fit": [_advice_json(each) for each in advice]}
+    if found.best:
+        return {**front, "better_batch": _advice_json(better) if better else None}
+    return {**front, "would_fit": [_advice_json(each) for each in advice]}
 
 
 def _advice_json(advice: Advice) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.hardware.presets import MIXED, domain_fault, on_preset, read_word
 from shardwise.hardware.presets import device_names as device_names
-from shardwise.records import RecordError, as_dict, from_dict, hash_of, located, read_file, write_file
+from shardwise.records import RecordError, as_dict, from_dict, hash_of, located, read_kind, write_file
 
 Origin = Literal["measured", "read", "table", "assumed"]
 GIB = 2**30
@@ -222,7 +222,7 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
         local, network = (from_dict(Link, link) for link in (word.local, word.network))
         size: dict[str, Any] = {"nodes": word.nodes, "per_node": word.per_node, "origins": word.origins, **word.shape}
         return Cluster(name=source, device=from_dict(Device, word.device), local=local, network=network, **size)
-    data, text = read_file(source)
+    data, text = read_kind(source, "cluster")
     try:
         return cluster_from(data)
     except (ConfigError, PlanError) as error:

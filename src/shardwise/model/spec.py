@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from shardwise.errors import ConfigError, ModelError, PlanError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.aliases import canonical
-from shardwise.records import RecordError, from_dict, located, read_file
+from shardwise.records import RecordError, from_dict, located, read_kind
 
 ModelKind = Literal["llama", "gpt", "moe"]
 
@@ -345,9 +345,7 @@ def load_spec(source: str | os.PathLike[str]) -> ModelSpec:
     """
     if isinstance(source, str) and not source.endswith((".toml", ".json")):
         return preset(source)
-    data, text = read_file(source)
-    if "model_type" in data:
-        raise ConfigError(f"{source}: found a config.json of transformers (model_type); give it as hf:{source}")
+    data, text = read_kind(source, "sizes")
     try:
         return spec_from_dict(data, name=os.path.splitext(os.path.basename(source))[0])
     except (ConfigError, PlanError) as error:

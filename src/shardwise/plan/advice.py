@@ -1,6 +1,6 @@
 """What would fit where nothing does: more nodes or host memory, shorter samples, one word allowed or not forbidden.
 
-No torch.
+And a near batch that is divided better, where the batch decides. No torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.plan import SCHEDULES
-from shardwise.plan.search import HEADROOM, Candidate, Goal, Walk
+from shardwise.plan.repair import divisors
+from shardwise.plan.search import HEADROOM, Candidate, Goal, Search, Walk, near_batches
 from shardwise.plan.searching.space import OPT_IN, Space
 from shardwise.plan.shorthand import axis_word
 
@@ -59,6 +60,35 @@ def advise(space: Space, seconds: float = SECONDS) -> tuple[Advice, ...]:
     return tuple(advice for make in (_nodes, _host, _words, _seq) for advice in make(tries))
 
 
+NEAR = 0.1
+"""Of the batch: as far away others are looked at."""
+MORE = 0.02
+"""Of tokens per second: what is worth another batch."""
+
+
+def better_batch(search: Search, seconds: float = SECONDS) -> Advice | None:
+    """The nearest global batch of which a plan does more tokens per second, where this one is divided badly.
+
+    That is where the devices do not divide it, or its samples per device are a prime, or twice one: then no plan has
+    micro-batches between one sample and all of them. None: it is not, or no other one does better.
+
+    Cost: as many searches as begin within `seconds`, at most 6.
+    """
+    space, best = search.space, search.best
+    batch, world = space.workload.global_batch, space.cluster.world
+    count, rest = divmod(batch, world)
+    if best is None or search.goal == "memory" or not count or (not rest and (count < 11 or len(divisors(count)) > 4)):
+        return None
+    tries = _Tries(space, time.process_time() + seconds)
+    near = {other for more in (1, 2, 8) for other in near_batches(batch, world * more)} - {batch}
+    for other in sorted(near, key=lambda each: (abs(each - batch), each)):
+        if abs(other - batch) <= max(NEAR * batch, world):
+            found = tries.best(search.goal, workload=replace(space.workload, global_batch=other))
+            if found and found.score(search.goal) / other * (1 + MORE) < best.score(search.goal) / batch:
+                return Advice(f"--global-batch {other}", found)
+    return None
+
+
 @dataclass
 class _Tries:
     """Searches until a deadline."""
@@ -68,18 +98,22 @@ class _Tries:
 
     def fit(self, **changes: Any) -> Candidate | None:
         """The fastest plan when some of cluster, workload, allow and forbid are others; None: none was found."""
-        return self._first("time", changes)
+        return self._first("time", changes, USUAL)
+
+    def best(self, goal: Goal, **changes: Any) -> Candidate | None:
+        """The best plan of all."""
+        return self._first(goal, changes, ())
 
     def fits(self, **changes: Any) -> bool:
         """Whether there is one: what needs least is found in half the time."""
-        return self._first("memory", changes) is not None
+        return self._first("memory", changes, USUAL) is not None
 
-    def _first(self, goal: Goal, changes: dict[str, Any]) -> Candidate | None:
+    def _first(self, goal: Goal, changes: dict[str, Any], forbid: tuple[str, ...]) -> Candidate | None:
         if time.process_time() > self.deadline:
             return None
         try:
             asked = replace(self.space, **changes)
-            space = replace(asked, forbid=(*asked.forbid, *USUAL))
+            space = replace(asked, forbid=(*asked.forbid, *forbid))
             return next(iter(Walk(space, goal, space.cluster.device.memory * (1 - HEADROOM)).run(1)), None)
         except ShardwiseError:  # the device has no such unit, or the batch no such division
             return None

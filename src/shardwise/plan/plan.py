@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from shardwise.errors import ConfigError, PlanError
 from shardwise.findings import nearest
 from shardwise.plan import shorthand
-from shardwise.records import RecordError, as_dict, from_dict, located, read_file, write_file
+from shardwise.records import RecordError, as_dict, from_dict, located, read_kind, write_file
 
 FORMAT = 1
 """Version of the plan's TOML and JSON form."""
@@ -345,7 +345,7 @@ class Plan:
         """
         if isinstance(source, str) and not source.endswith((".toml", ".json")):
             return cls.parse(source)
-        data, text = read_file(source)
+        data, text = read_kind(source, "plan")
         try:
             return cls.from_dict(data)
         except (ConfigError, PlanError) as error:

@@ -112,6 +112,11 @@ def kept_by(block: Block, local: Local) -> float:
     return sum(kept_op(op, local) for op in block.ops[block.ahead :]) / block.calls
 
 
+def head_kept(head: Block, width: float) -> float:
+    """Bytes per token that the last norm and a head that was not seen keep."""
+    return kept_by(head, Local(1, False, 1, width, False))
+
+
 @lru_cache(maxsize=4096)
 def kept_ahead(block: Block, local: Local) -> float:
     """Bytes per token that is kept of what runs before the first block."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from shardwise.model.course import Course
+from shardwise.model.course import Course, Held
 from shardwise.model.profile import Block
 from shardwise.plan.eager.kernels import (
     attention_in,
@@ -372,19 +372,23 @@ class PipeRank(RankSizes):
         return found
 
     def inner_blocks(self, moment: Moment, stage: Stage) -> list[tuple[str, Terms]]:
-        """Of a backward pass in one piece, those of blocks before the last that are unlike a neighbour, once seen."""
+        """Of a backward pass in one piece, those of blocks before the last that are unlike a neighbour, or its first.
+
+        Of blocks that were not seen only beside the first gradients: later ones are all there at the last block.
+        """
         loss = self.head() + self.logit() * max(self.width, 4.0) if stage.last else 0.0
         head = self.trained(self.division.profile.head) if stage.last else 0.0
         found: list[tuple[str, Terms]] = []
         for place in self.edges(list(enumerate(stage.blocks, stage.start)))[:-1]:
             index, block, behind = stage.start + place, stage.blocks[place], stage.blocks[place + 1 :]
-            course = course_of(block, self.local)
-            if not course:
+            course, row = course_of(block, self.local), self.row(block)
+            if not course and (moment.begun[moment.turn] or self.local_experts(block)):
                 continue
             done = loss + self.kept_of(stage, behind, place + 1) - self.own_output(stage)
             new = 0.0 if moment.begun[moment.turn] else head + sum(map(self.trained, behind))
-            less = self.kept_whole(block) - self.again(index, block)
-            for held in self.held_in(index, block, course):
+            unseen = (Held(working_in(block, self.local), 0.0, row, row),)
+            less = (self.kept_whole(block) if course else 0.0) - self.again(index, block)
+            for held in self.held_in(index, block, course) if course else unseen:
                 own = held.fresh if self.adds_up or not self.engine else held.gradients
                 terms = {"gradients": (own + new) * self.width, "working": held.size(self.tokens) - less}
                 terms |= {"gathered": self.gathered_in(moment, 2), "activations": -done}

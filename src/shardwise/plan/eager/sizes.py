@@ -11,6 +11,7 @@ from shardwise.plan.eager.kernels import (
     Local,
     course_ahead,
     course_of,
+    head_kept,
     inputs_of,
     kept_ahead,
     kept_by,
@@ -303,11 +304,7 @@ class RankSizes:
         """Bytes that the last norm and the head keep of one micro-batch, without logits."""
         head = self.division.profile.head
         course = course_of(head, self.local)
-        return (
-            course.kept.size(self.tokens)
-            if course
-            else kept_by(head, Local(1, False, 1, self.width, False)) * self.tokens
-        )
+        return course.kept.size(self.tokens) if course else head_kept(head, self.width) * self.tokens
 
     def head_norm(self) -> float:
         """Bytes of a head that was not seen while its norm goes backward, if that computes in fp32."""

@@ -161,13 +161,19 @@ def given_back(division: Division, stages: tuple[Stage, ...], gradients: float, 
     whole, width, wire = division.whole(stages), compute_width(division.plan), reduce_width(division.plan)
     held, trained = gathered_width(division, stages), division.workload.trained
     most = max((division.sent_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
-    outside = max(0.0, whole - sum(division.whole_of(block) for stage in stages for block in stage.blocks))
+    outside = outside_blocks(division, stages)
     moments = (
         {"gathered": whole * held + most * width * trained, "gradients": 0.0},
         {"gathered": outside * width + 2 * most * wire * trained, "gradients": gradients * (1 - outside / whole)},
         {"gathered": 2 * outside * wire * trained, "gradients": gradients},
     )
     return max(moments, key=lambda terms: sum(terms.values()))
+
+
+def outside_blocks(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Parameters of some stages that are in no block."""
+    inner = sum(division.whole_of(block) for stage in stages for block in stage.blocks)
+    return max(0.0, division.whole(stages) - inner)
 
 
 def least_gathered(division: Division, stages: tuple[Stage, ...], gathered: float, stack: Stack) -> float:
@@ -225,7 +231,7 @@ def _reduced_once(
     """
     plan, blocks = division.plan, [block for stage in stages for block in stage.blocks]
     whole, width, wire, shards = division.whole(stages), compute_width(plan), reduce_width(plan), division.shards
-    most, outside = max(map(division.sent_of, blocks)), max(0.0, whole - sum(map(division.whole_of, blocks)))
+    most, outside = max(map(division.sent_of, blocks)), outside_blocks(division, stages)
     held, trained = gathered_width(division, stages), division.workload.trained
     most, head = most * trained, division.dense(division.profile.head) * trained
     new = width * (reduce_type(plan) != plan.precision.removesuffix("-pure"))

@@ -7,12 +7,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shardwise.model.profile import Block
-from shardwise.plan.eager.kernels import deferred_in, local_of
+from shardwise.plan.eager.kernels import deferred_in, head_kept, local_of
+from shardwise.plan.memory_terms.passing import behind_loss
 from shardwise.plan.plan import Axes, Plan, Recompute, Tensor
 from shardwise.plan.ranks.activations import kept_bytes, saved_bytes
 from shardwise.plan.searching.bounds_work import Cut, Flight, Upto
-from shardwise.plan.searching.families import Core
+from shardwise.plan.searching.families import Core, Flow
 from shardwise.plan.searching.space import Space
+from shardwise.plan.updating import OWN
 
 
 class KeptBytes(NamedTuple):
@@ -28,6 +30,42 @@ class KeptBytes(NamedTuple):
     """Gradients up to each block that wait for the weights' part of a backward pass."""
     marks: Sequence[Sequence[bool]]
     """Which blocks it recomputes."""
+    eager: bool
+    """What a block kept that is computed again is part of what it has then."""
+
+
+Passes = tuple[tuple[float, float, Sequence[bool], Sequence[bool]], ...]
+"""When backward passes begin: bytes that micro-batches keep; logits; for each stage whether it has gradients, and
+whether it has micro-batches."""
+
+
+class Given(NamedTuple):
+    """Bytes on a rank: of all gradients, and of weights that are gathered."""
+
+    gradients: float
+    gathered: float
+    shares: Sequence[float]
+    """Its stages' shares of its parameters."""
+    goes: bool
+    """A stage gives back what it has when its last micro-batch has gone backward; a single one does block by block."""
+    by_block: bool
+    """Gathered is a block, of whatever stage."""
+
+    def at_least(self, accumulates: bool) -> tuple[float, float]:
+        """Of both, what is there while a block goes backward, whichever it is; and at some moment, beside no block."""
+        if not self.goes or (accumulates and len(self.shares) == 1):
+            return (self.gradients + self.gathered,) * 2
+        if not accumulates:
+            return self.gathered, max(self.gradients, self.gathered)
+        stays = self.gathered * self.by_block
+        goes = self.gradients + self.gathered - stays
+        return stays + goes * min(self.shares), stays + goes * max(self.shares)
+
+    def when(self, made: Sequence[bool], left: Sequence[bool]) -> float:
+        """Of both, what is there of stages that have gradients, and of those that have micro-batches left."""
+        here = [float(share * (rest or not self.goes)) for share, rest in zip(self.shares, left, strict=True)]
+        given = sum([share for share, there in zip(here, made, strict=True) if there])
+        return self.gradients * given + self.gathered * (sum(here) if self.goes and not self.by_block else 1.0)
 
 
 def full_sizes(
@@ -69,7 +107,7 @@ def bytes_kept(
     late = {id(block): deferred_in(block, local_of(plan)) for block, _ in blocks}
     waits = [[0.0 if on else late[key] for key, on in zip(keys, marks, strict=True)] for marks in every_mark]
     waiting = [tuple(accumulate(sizes, initial=0.0)) for sizes in waits]
-    return KeptBytes(upto, steps, [full[id(block)] for block, _ in blocks], waiting, every_mark)
+    return KeptBytes(upto, steps, [full[id(block)] for block, _ in blocks], waiting, every_mark, space.stack.eager)
 
 
 def kept_by(
@@ -89,10 +127,31 @@ def kept_by(
     if offload:
         size = min(size, 2 * max([max(steps[start:end], default=0.0) for start, end in stages]))
     marks = kept.marks[policy]  # what others keep has gone by the last block's turn; and no more is sure
-    last = max([kept.steps[0][end - 1] for start, end in stages if end > start and marks[end - 1]], default=0.0)
+    ends = [end - 1 for start, end in stages if end > start and marks[end - 1]]
+    last = max([kept.steps[0][end] - steps[end] * kept.eager for end in ends], default=0.0)
     return size, last, block
 
 
 def head_in(cut: Cut) -> int:
     """Which stage of the rank that holds the head is the last of all."""
     return max(range(len(cut[0])), key=lambda turn: (cut[0][turn][1], turn))
+
+
+def in_passes(passes: Passes, again: float, given: Given) -> float:
+    """The most when a backward pass begins, beside states; `again`: of a block that is computed again."""
+    return max(
+        [before + max(again, logits) + given.when(made, left) for before, logits, made, left in passes], default=0.0
+    )
+
+
+def waits_at_loss(space: Space, flow: Flow, cut: Cut, alive: Sequence[int], late: Sequence[int] = ()) -> float:
+    """Bytes per token behind the loss of micro-batches that wait on the rank that has it, if they are on the device."""
+    core, turn, profile = flow.pipe.core, head_in(cut), space.profile
+    if not cut[1] or flow.offload or flow.pipe.pp == 1 or space.stack.name not in OWN:
+        return 0.0
+    vocab, waiting = profile.vocab / (core.tp if core.loss else 1), (alive[turn], late[turn] if late else 0)
+    if not space.stack.eager:
+        return behind_loss(waiting, vocab, profile.dim, core.width)
+    kept = max(0, waiting[0] - 1) * head_kept(profile.head, core.width)  # less where it takes a part of the tokens
+    late_ones = waiting[1] * (profile.vocab / core.tp + profile.dim) * core.width
+    return kept + late_ones + behind_loss((waiting[0] - waiting[1], 0), vocab, 0, core.width)

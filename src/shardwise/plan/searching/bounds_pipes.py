@@ -97,7 +97,7 @@ class PipeSizes:
             self._units_of(pipe, policy), self._grounds_of(pipe), strict=True
         ):
             kept = {0: first * tokens + logits * heads[0], pipe.pp - 1: last * tokens + logits * heads[1]}
-            sizes = [kept.get(rank, 0.0) for rank in ranks] + [0.0] * len(ranks)
+            sizes = [kept.get(rank, 0.0) for rank in ranks] + [0.0] * 2 * len(ranks)
             for floor in floors:
                 least = min(least, max(map(add, sizes, floor)))
         return bounds.on_device(least) * (1 - 1e-12)  # rounding: sums are taken in another order than a flow's

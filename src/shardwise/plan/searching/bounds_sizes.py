@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import add, itemgetter, mul
+from operator import add, itemgetter
 
 from shardwise.model.profile import Block
 from shardwise.plan.eager.kernels import inputs_of, sent_by
@@ -15,14 +15,23 @@ from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of
 from shardwise.plan.memory_terms.around import outside_step
 from shardwise.plan.memory_terms.flights import Beside, beside_gradients
-from shardwise.plan.memory_terms.holding import frees_last, least_gathered, sending
-from shardwise.plan.memory_terms.passing import behind_loss
+from shardwise.plan.memory_terms.holding import frees_last, least_gathered, outside_blocks, sending
 from shardwise.plan.memory_terms.states import offloaded_of, states_of
 from shardwise.plan.plan import ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.ranks.activations import is_recomputed
 from shardwise.plan.ranks.division import Division
 from shardwise.plan.schedule import after_warmup
-from shardwise.plan.searching.bounds_kept import KeptBytes, bytes_kept, full_sizes, head_in, kept_by
+from shardwise.plan.searching.bounds_kept import (
+    Given,
+    KeptBytes,
+    Passes,
+    bytes_kept,
+    full_sizes,
+    head_in,
+    in_passes,
+    kept_by,
+    waits_at_loss,
+)
 from shardwise.plan.searching.bounds_work import Cut, Floor, Work, lowest, work_of
 from shardwise.plan.searching.families import Core, Flow, Pipe, Spread
 from shardwise.plan.searching.keys import cut_as, flow_as, kept_as, states_as
@@ -35,8 +44,6 @@ what is there at the loss beside them (logits, or that block behind it), of its 
 SpreadsOf = Callable[[Pipe], list[Spread]]
 Filled = tuple[tuple[int, bool], ...]
 """Ranks, each with whether its gradients lie beside all micro-batches that it keeps at once."""
-Passes = tuple[tuple[float, Sequence[bool], float], ...]
-"""When backward passes begin: bytes that micro-batches keep, for each stage whether its gradients are there, logits."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,8 @@ class SizeBounds:
         for rank in ranks:
             flight = after_warmup(schedule.kind, shape, rank), flow.offload
             size, again, block = (each * tokens for each in kept_by(tables, flow.policy, cut[rank], flight))
-            logits = self.logits(core) + self.behind_loss(flow, cut[rank], flight[0]) if cut[rank][1] else 0.0
+            waits = waits_at_loss(self.space, flow, cut[rank], flight[0]) * tokens
+            logits = (self.logits(core) + waits) * cut[rank][1]
             sizes.append((rank, size, again, max(again, logits), block))
         return sizes
 
@@ -167,19 +175,11 @@ class SizeBounds:
         """Bytes of the logits at the peak of the loss, at least."""
         width, stack = core.width, self.space.stack
         per_logit = stack.logit_bytes if width < 4 else 4 * width
-        return self._num_logits(core) * (per_logit - width * (stack.name in OWN))  # a pipeline gives its output up
+        per_logit -= width * (stack.name in OWN)  # a pipeline gives its output up
+        return self._num_logits(core) * (per_logit - max(width, 4.0) * (stack.eager and core.loss))  # one copy less
 
     def _num_logits(self, core: Core) -> float:
         return self.tokens(core) * self.space.profile.vocab / (core.tp if core.loss else 1)
-
-    def behind_loss(self, flow: Flow, cut: Cut, alive: Sequence[int], late: Sequence[int] = ()) -> float:
-        """Bytes behind the loss of micro-batches that wait on the rank that has it, where they stay on the device."""
-        core, turn = flow.pipe.core, head_in(cut)
-        if not cut[1] or flow.offload or flow.pipe.pp == 1 or self.space.stack.name not in OWN:
-            return 0.0
-        vocab = self.space.profile.vocab / (core.tp if core.loss else 1)
-        waiting = (alive[turn], late[turn] if late else 0)
-        return behind_loss(waiting, vocab, self.space.profile.dim, core.width) * self.tokens(core)
 
     def tokens(self, core: Core) -> float:
         """Tokens of a micro-batch on a rank."""
@@ -212,20 +212,19 @@ class SizeBounds:
                 once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
                 gradients *= once and self.space.stack.keeps_shards
             there = accumulates and self.beside(flow, rank) is None
-            both = gradients + (size + again if there else block)
+            given = self._given(flow, spread, rank, (gradients, gathered))
+            beside_block, alone = given.at_least(accumulates)
+            both = max(alone, beside_block + (size + again if there else block))
             if accumulates and not there:
-                shares = self.division(flow, spread).parts[rank]
-                for before, made, logits in self.passes(flow, rank):
-                    both = max(both, before + max(again, logits) + gradients * sum(map(mul, made, shares)))
-            loss = size + beside + gradients * there
-            most = max(most, held + gathered + max(loss, both) + self.of_batch(flow, spread, rank))
-        if self.space.stack.eager:
-            most = max(most, *(self.around(flow, spread, rank) for rank, *_ in kept))
-        if self.space.stack.eager and pipe.pp > 1:  # when the step ends, but for the last micro-batch
-            every = (pipe.micro_batches - 1) * self.tokens(core) * core.width
+                both = max(both, in_passes(self.passes(flow, rank), again, given))
+            loss = size + beside + gradients * there + gathered
+            most = max(most, held + max(loss, both) + self.of_batch(flow, spread, rank))
+        if self.space.stack.eager:  # or when a pipeline's step ends, but for the last micro-batch
+            every = (pipe.micro_batches - 1) * self.tokens(core) * core.width * (pipe.pp > 1)
             for (rank, *_), (held, _, _) in zip(kept, states, strict=True):
                 sent = every * sent_by(flow.schedule.kind, self.division(flow, spread).ranks[rank])
-                most = max(most, sent + self.of_batch(flow, spread, rank) + (0.0 if pipe.offloaded else held))
+                end = sent + self.of_batch(flow, spread, rank) + held * (not pipe.offloaded)
+                most = max(most, self.around(flow, spread, rank), end)
         groups = (pipe.pp > 1) + (spread.dp_replicate > 1) + (spread.dp_shard * core.cp > 1) + (core.tp > 1)
         return self.on_device(most) + COMMUNICATOR * (groups + (core.ep > 1) + (core.world > 1))
 
@@ -244,6 +243,7 @@ class SizeBounds:
         `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`.
         """
         sizes = [size + beside for _, size, _, beside, _ in kept] + [block for *_, block in kept]
+        sizes += [0.0] * len(kept)
         ranks = tuple((rank, self.beside(flow, rank) is None) for rank, *_ in kept)
         floors = self.floors_of(flow, spreads, refused, ranks)
         return self.on_device(min((max(map(add, sizes, floor)) for floor in floors), default=math.inf))
@@ -285,8 +285,9 @@ class SizeBounds:
             found = []
             for turn, alive, late, made in self.beside(flow, rank) or ():
                 size, *_ = kept_by(tables, flow.policy, cut, (tuple(alive), flow.offload), late)
-                size = size * self.tokens(core) + self.behind_loss(flow, cut, alive, late)
-                found.append((size, made, self.logits(core) if cut[1] and turn == head_in(cut) else 0.0))
+                size = (size + waits_at_loss(self.space, flow, cut, alive, late)) * self.tokens(core)
+                logits = self.logits(core) if cut[1] and turn == head_in(cut) else 0.0
+                found.append((size, logits, made, [number > 0 for number in alive]))
             self._passes[key] = tuple(found)
         return self._passes[key]
 
@@ -306,8 +307,18 @@ class SizeBounds:
             once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pipe.pp > 1)  # `accumulates_whole`
             tables = [(0.0, grads * once, ahead) for _, grads, ahead in tables]
         accumulates = several or self.space.stack.master
-        parts = [accumulates and adds for _, adds in ranks] + [True] * len(ranks)
-        return tuple(held + grads * part + ahead for part, (held, grads, ahead) in zip(parts, tables * 2, strict=True))
+        loss, behind, alone = [], [], []
+        for (rank, adds), (held, grads, ahead) in zip(ranks, tables, strict=True):
+            least = self._given(flow, spread, rank, (grads, ahead)).at_least(accumulates)
+            loss.append(held + grads * (accumulates and adds) + ahead)
+            behind.append(held + least[0])
+            alone.append(held + least[1])
+        return (*loss, *behind, *alone)
+
+    def _given(self, flow: Flow, spread: Spread, rank: int, sizes: tuple[float, float]) -> Given:
+        """Of so many bytes of gradients and of gathered weights, which go by stage where kernels are eager."""
+        parts, eager = self.division(flow, spread).parts, self.space.stack.eager
+        return Given(*sizes, parts[rank], goes=eager, by_block=spread.zero == 3)
 
     def hosted(self, flow: Flow, spread: Spread) -> float:
         """Below the bytes of host memory for each device that the states of such plans take, where they are there.
@@ -333,11 +344,12 @@ class SizeBounds:
         found = self._states.get((key, rank))
         if found is None:
             division, stack = self.division(flow, spread), self.space.stack
-            stages = division.ranks[rank]
-            gradients = (terms := dict(states_of(division, stages, stack))).pop("gradients")
+            gradients = (terms := dict(states_of(division, stages := division.ranks[rank], stack))).pop("gradients")
             if flow.pipe.micro_batches == 1:  # they come while a backward pass goes on
                 gradients = min(gradients, sum(sending(division, stages, gradients, stack)))
             gathered = gathered_of(division, stages, stack, goes_back=not frees_last(stack))
+            if stack.eager and spread.zero == 3:  # at the loss no block's are
+                gathered = outside_blocks(division, stages) * flow.pipe.core.width
             ahead = least_gathered(division, stages, gathered, stack)
             found = self._states[key, rank] = sum(terms.values()), gradients, ahead
         return found
