@@ -11,7 +11,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -251,8 +251,6 @@ class LocalFiles:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
-            with suppress(OSError):  # the kernel reads twice as far ahead: the disk works while digests are taken
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             return descriptor
 
         with lacking(path):
