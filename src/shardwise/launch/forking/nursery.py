@@ -187,7 +187,8 @@ class Nursery:
         else:
             if not pid:
                 os.close(read)
-                keep_store(*message["store"], write, os.getppid())
+                address, wanted = message["store"]
+                keep_store(address, wanted, write, os.getppid())
             os.close(write)
             self.stores[world] = pid
             with os.fdopen(read) as file:

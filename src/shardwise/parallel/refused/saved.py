@@ -60,8 +60,9 @@ def _mark(name: str, tensor: Tensor, where: _Where) -> None:
 def _refuse(what: str, where: _Where, protocol: int) -> Any:
     asks = sys._getframe(1)
     if asks.f_code is copy.copy.__code__:  # in the way of a pickle; what it makes stays in this process
-        tensor = asks.f_locals["x"]
-        return type(tensor).__reduce_ex__(tensor, protocol)
+        tensor: Any = asks.f_locals["x"]
+        kind: Any = type(tensor)
+        return kind.__reduce_ex__(tensor, protocol)
     raise UsageError(
         f"a part of a model is pickled (torch.save, an object that is sent): found {what} under `{where.plan}` "
         f"on rank {where.rank}, which without those of the other ranks is no model; needed: "
