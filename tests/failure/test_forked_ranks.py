@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from shardwise.errors import ExitCode
+from shardwise.launch.forking.lines import Line
+from shardwise.launch.forking.nursery import Nursery
 from shardwise.launch.stopping import SAME_SIGNAL_S
 from tests.failure.test_run_verb import ONE_DIES, PATIENT, alive, finish, start
 
@@ -188,3 +194,45 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path, words: tuple[str, ...]) 
     _, err = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED, err
     assert "Traceback" not in err
+
+
+def told_of(monkeypatch: pytest.MonkeyPatch, folder: Path, *, standby: bool, forks: int) -> list[dict[str, Any]]:
+    """What a nursery says that is to start two ranks where so many processes can be started."""
+    here, there = socket.socketpair()
+    nursery, fork, left = Nursery(Line(there)), os.fork, [None] * forks
+
+    def few() -> int:
+        if not left:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        left.pop()
+        return fork()
+
+    monkeypatch.setattr(os, "fork", few)
+    argv = [
+        ["--report", str(rank), str(folder / f"error{rank}"), str(os.getpid()), "--module", "this"] for rank in (0, 1)
+    ]
+    outliving = {"standby": standby, "job": "a" * 32, "halvings": 0, "memory": {"board": 0, "slots": [], "first": 0}}
+    env = [{"OMP_NUM_THREADS": "1"}] * 2
+    start = {"do": "start", "world": 1, "first": 0, "argv": argv, "env": env, "store": ["127.0.0.1", 0]}
+    nursery._do(start | {"outliving": outliving if standby else None})
+    assert not nursery.ranks and not nursery.orders and not nursery.stores
+    here.settimeout(20)
+    line, found = Line(here), list[dict[str, Any]]()
+    while len(found) < 3:
+        found += line.receive()
+    here.close()
+    there.close()
+    return found
+
+
+@pytest.mark.parametrize(("standby", "forks"), [(False, 0), (False, 1), (True, 0)])
+def test_a_rank_that_cannot_be_started_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, standby: bool, forks: int
+) -> None:
+    """The process that forks them ended in a traceback, and with it the job, though it was a set to stand by."""
+    store, *ended = told_of(monkeypatch, tmp_path, standby=standby, forks=forks)
+    _, port, problem = store["store"]
+    assert port and (problem is not None) == (forks == 0 and not standby)
+    assert [message["ended"] for message in ended] == [[1, rank, ExitCode.LAUNCH] for rank in (0, 1)]
+    said = json.loads((tmp_path / "error1").read_text())
+    assert said["known"] and "cannot be started: " in said["message"] and os.strerror(errno.EAGAIN) in said["message"]

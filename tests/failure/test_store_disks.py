@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import warnings
@@ -12,6 +14,7 @@ from typing import TypeVar
 import pytest
 
 from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.holding import unwritable
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
@@ -181,3 +184,87 @@ def test_a_directory_that_is_removed_while_saving(tmp_path: Path, what: str) -> 
             assert failed > (0 if what == "newest" else 5)
             return
     raise AssertionError("it never came to an end")
+
+
+class Failing(LocalFiles):
+    """One call fails, wherever the path ends so."""
+
+    def __init__(self, name: str, end: str, code: int) -> None:
+        self._fails, self._error = (name, end), OSError(code, os.strerror(code))
+
+    def call(self, name: str, path: Path, act: Callable[[], T]) -> T:
+        if name == self._fails[0] and str(path).endswith(self._fails[1]):
+            raise self._error
+        return act()
+
+
+def two(path: Path) -> None:
+    state, store = Plain(), Store(path)
+    for _ in range(2):
+        state.advance()
+        store.save(state)
+    state.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOENT])
+@pytest.mark.parametrize("call", ["listdir", "open", "read"])
+def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_one_before_it(tmp_path: Path, call: str, code: int) -> None:
+    """A directory that could not be listed ended the load, though an older checkpoint was whole."""
+    two(tmp_path)
+    end = "step-00000002" + ("" if call == "listdir" else "/rank-00000.safetensors")
+    state, store = Plain(), Store(tmp_path, files=Failing(call, end, code))
+    with pytest.warns(UserWarning, match="step-00000001: loaded in place of step-00000002: .*" + re.escape(end)):
+        loaded = store.load_latest(state)
+    assert loaded is not None and state.is_of(1)
+    said = "is missing" if (call, code) == ("listdir", errno.ENOENT) else os.strerror(code)
+    assert said in loaded.skipped[0].reason
+
+
+def test_a_disk_that_fails_in_the_middle_of_a_file_names_the_tensor(tmp_path: Path) -> None:
+    class Later(Failing):
+        def read_into(self, *_: object) -> int:
+            raise self._error
+
+    two(tmp_path)
+    state = Plain()
+    with pytest.raises(DamagedError, match=r"offset 4096 to \d+, tensor model.b, .*: cannot be read: Input/output"):
+        Store(tmp_path, files=Later("", "", errno.EIO)).load(state, tmp_path / "step-00000002")
+    assert state.is_of(0)
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_is_listed_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two(tmp_path)
+    look, newest_one = os.lstat, tmp_path / "step-00000002"
+
+    def failing(path: Path) -> os.stat_result:
+        if path == newest_one:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "lstat", failing)
+    state = Plain()
+    files = Failing("open", "step-00000002/manifest.json", errno.EIO)
+    with pytest.warns(UserWarning, match="loaded in place of step-00000002"):
+        assert Store(tmp_path, files=files).load_latest(state) is not None and state.is_of(1)
+
+
+@pytest.mark.parametrize("call", ["listdir", "open"])
+def test_too_many_open_files_are_no_damage(tmp_path: Path, call: str) -> None:
+    """The run went on from an older checkpoint."""
+    two(tmp_path)
+    end = "step-00000002" + ("" if call == "listdir" else "/rank-00000.safetensors")
+    state = Plain()
+    with pytest.raises(CheckpointError, match=f"{end}: Too many open files; .*ulimit -n") as caught:
+        Store(tmp_path, files=Failing(call, end, errno.EMFILE)).load_latest(state)
+    assert not isinstance(caught.value, DamagedError) and state.is_of(0)
+
+
+def test_what_a_crashed_save_left_and_may_not_be_listed_stands_in_no_saves_way(tmp_path: Path) -> None:
+    two(tmp_path)
+    (tmp_path / "step-00000009.partial-aaaaaaaa").mkdir()
+    state, store = Plain(), Store(tmp_path, files=Failing("listdir", ".partial-aaaaaaaa", errno.EACCES))
+    store.load_latest(state)
+    state.advance()
+    assert store.save(state).step == 3 and newest(tmp_path).step == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections.abc import Callable
@@ -114,6 +115,7 @@ SAVED: dict[str, Callable[[Placed], Any]] = {
     "of a block": lambda placed: placed.module.get_submodule(f"blocks.{placed.mesh.rank % 2}").state_dict(),
     "on the CPU": lambda placed: {name: value.cpu() for name, value in placed.module.state_dict().items()},
     "parameters": lambda placed: list(placed.parameters()),
+    "copied": lambda placed: [copy.copy(value) for value in placed.module.state_dict().values()],
     "whole": lambda placed: {name: full(value).clone() for name, value in placed.module.state_dict().items()},
 }
 
@@ -136,8 +138,11 @@ def saved(text: str, what: str, folder: str) -> str:
 @pytest.mark.parametrize(
     ("text", "what", "found"),
     [
-        *[("fsdp2", what, "its part (3, 6) of") for what in ("state_dict", "of a block", "on the CPU", "parameters")],
-        *[("pp2 / 1f1b mb2", what, "a layer of blocks.") for what in ("state_dict", "parameters")],
+        *[
+            ("fsdp2", what, "its part (3, 6) of")
+            for what in ("state_dict", "of a block", "on the CPU", "parameters", "copied")
+        ],
+        *[("pp2 / 1f1b mb2", what, "a layer of blocks.") for what in ("state_dict", "parameters", "copied")],
         ("fsdp2", "whole", ""),
         ("dp2", "state_dict", ""),
     ],
@@ -146,6 +151,22 @@ def test_a_save_of_a_part_of_a_model_is_refused(world: World, text: str, what: s
     for rank, said in enumerate(world(2, saved, text, what, str(tmp_path))):
         assert f"found {found}" in said if found else not said, said
         assert not found or f"on rank {rank}, which without those of the other ranks is no model" in said
+
+
+def copied(text: str) -> None:
+    """`copy.copy` asks as a pickle does; the copy is in this process, and has the same values."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        for parameter in apply(Chain, plan, mesh, seed=3).parameters():
+            other = copy.copy(parameter)
+            assert (
+                type(other) is type(parameter) and other is not parameter and torch.equal(full(other), full(parameter))
+            )
+
+
+@pytest.mark.parametrize("text", ["fsdp2", "pp2 / 1f1b mb2"])
+def test_a_part_of_a_model_may_be_copied(world: World, text: str) -> None:
+    world(2, copied, text)
 
 
 def unfrozen_late(text: str) -> str:

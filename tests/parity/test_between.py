@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
 from shardwise.testing import World
 from shardwise.train.torch_private import has_modes
 from tests.parity.test_flow import Net
@@ -118,6 +118,9 @@ def trained(text: str, body: Callable[..., None], around: str = "") -> Any:
                 counter: Any = FlopCounterMode(display=False) if around == "body" else nullcontext()
                 if around == "evaluate":
                     sw.evaluate(placed, loss_fn, sw.eval_batches(list(x), plan.batch, mesh, global_size=8))
+                if around == "refused":
+                    with pytest.raises(UsageError):
+                        sw.evaluate(placed, loss_fn, x)
                 with counter, torch.no_grad():
                     body(placed.named_parameters(), i, generator)
         except ModelError as error:
@@ -171,6 +174,12 @@ def test_what_a_script_begins_later_is_followed_too(world: World) -> None:
         assert not said and not left
         for name, value in weights.items():
             torch.testing.assert_close(value, alone[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_script_that_goes_on_after_an_evaluation_failed_is_followed(world: World) -> None:
+    """A threshold over a stage's weights trained on, without a word."""
+    for said in world(2, trained, PP, threshold, "refused"):
+        assert isinstance(said, str) and "what is made of all parameters that this rank has" in said
 
 
 def changed_elsewhere(text: str, how: str) -> str:

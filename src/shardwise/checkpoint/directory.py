@@ -269,8 +269,15 @@ class StoreDirectory(ABC):
         """(step, "" or "partial" or "old", path) of all that saves made; a list may lack what `latest` names by now."""
         for name in sorted({*self.files.names(self.path), self._pointer()}):
             match = NAME.fullmatch(name)
-            if match and self.files.is_directory(self.path / name):
+            if match and self._may_hold_one(self.path / name):
                 yield int(match[1]), match[2] or "", self.path / name
+
+    def _may_hold_one(self, path: Path) -> bool:
+        """A directory; or what cannot be looked at, of which the reader says why."""
+        try:
+            return self.files.is_directory(path)
+        except DamagedError:
+            return True
 
     @abstractmethod
     def _clean(self) -> None:
@@ -339,7 +346,7 @@ class Directory(StoreDirectory):
         """Remove what crashed saves left; put back a checkpoint whose replacement did not arrive."""
         for step, kind, entry in self._entries():
             if kind == "partial":
-                with suppress(OSError):  # what cannot go is in nobody's way: it is no checkpoint
+                with suppress(OSError, DamagedError):  # what cannot go is in nobody's way: it is no checkpoint
                     self.files.remove_tree(entry)
             elif kind == "old" and not self.files.is_there(self.path / name_of(step)):
                 self.files.rename(entry, self.path / name_of(step))

@@ -10,13 +10,14 @@ import fcntl
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
+from shardwise.checkpoint.format import DamagedError
 from shardwise.errors import CheckpointError
 from shardwise.records import looking
 
@@ -26,9 +27,22 @@ ALIGNED = 4096
 """Bytes: what is written around the page cache begins and ends at multiples of it, in memory and in the file."""
 
 
-def reading(path: Path) -> AbstractContextManager[None]:
-    """What cannot be looked at below it is a `CheckpointError`: see `records.looking`."""
-    return looking(str(path), CheckpointError)
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What cannot be looked at below it is a `DamagedError`: see `records.looking`. Not what `lacking` tells."""
+    with looking(str(path), DamagedError), lacking(path):
+        yield
+
+
+@contextmanager
+def lacking(path: Path) -> Iterator[None]:
+    """What this process has too little of is a `CheckpointError` below it: no file is damaged by that."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        raise CheckpointError(f"{path}: {error.strerror}; let this process have more (`ulimit -n`)") from error
 
 
 class Closing(ABC):
@@ -159,7 +173,8 @@ def read_whole(files: Files, path: Path, most: int) -> bytes:
 class LocalFiles:
     """A file system that all ranks see. Every method is one call that may fail with `OSError`.
 
-    What only looks at a path raises a `CheckpointError` in its place, as every call of `RemoteFiles` does.
+    What only looks at a path raises a `DamagedError` in its place, and what `lacking` tells is a `CheckpointError`, as
+    every failure of `RemoteFiles` is.
 
     >>> LocalFiles().names(Path("/nowhere"))
     []
@@ -238,7 +253,8 @@ class LocalFiles:
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
             return descriptor
 
-        return self.call("open", path, act)
+        with lacking(path):
+            return self.call("open", path, act)
 
     def size(self, descriptor: int) -> int:
         """Bytes of an open file."""
@@ -317,7 +333,7 @@ class LocalFiles:
         """What a directory holds, sorted; nothing when it is not there.
 
         Raises:
-            CheckpointError: it may not be listed.
+            DamagedError: it may not be listed.
         """
         with reading(path):
             try:
@@ -329,7 +345,7 @@ class LocalFiles:
         """What is there, at the end of links.
 
         Raises:
-            CheckpointError: it may not be looked at.
+            DamagedError: it may not be looked at.
         """
         mode = self._mode(path, os.stat)
         return "missing" if not mode else "directory" if stat.S_ISDIR(mode) else "file"
@@ -338,7 +354,7 @@ class LocalFiles:
         """Anything, a link too.
 
         Raises:
-            CheckpointError: it may not be looked at.
+            DamagedError: it may not be looked at.
         """
         return self._mode(path, os.lstat) != 0
 
@@ -346,7 +362,7 @@ class LocalFiles:
         """A directory, and no link to one.
 
         Raises:
-            CheckpointError: it may not be looked at.
+            DamagedError: it may not be looked at.
         """
         return stat.S_ISDIR(self._mode(path, os.lstat))
 
@@ -354,7 +370,7 @@ class LocalFiles:
         """A regular file, and no link to one.
 
         Raises:
-            CheckpointError: it may not be looked at.
+            DamagedError: it may not be looked at.
         """
         return stat.S_ISREG(self._mode(path, os.lstat))
 

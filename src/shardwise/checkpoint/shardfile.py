@@ -246,7 +246,7 @@ class ShardFile(Closing):
         try:
             got = self._files.read(self._descriptor, self.path, start, count)
         except OSError as error:
-            raise self._unreadable(start, error) from error
+            raise self.damaged(f"cannot be read at offset {start}: {error.strerror}") from error
         self._check_count(start, len(got), count)
         return got
 
@@ -256,15 +256,13 @@ class ShardFile(Closing):
         try:
             count = self._files.read_into(self._descriptor, self.path, start, target)
         except OSError as error:
-            raise self._unreadable(start, error) from error
+            place = self._place(start - self._data, start - self._data + len(target))
+            raise self.damaged(f"{place}: cannot be read: {error.strerror}") from error
         self._check_count(start, count, len(target))
 
     def _check_count(self, start: int, got: int, needed: int) -> None:
         if got != needed:
             raise self.damaged(f"ends at offset {start + got}, needed {start + needed}")
-
-    def _unreadable(self, at: int, error: OSError) -> DamagedError:
-        return self.damaged(f"cannot be read at offset {at}: {error.strerror}")
 
     def damaged(self, what: str) -> DamagedError:
         """The error for this file."""
@@ -325,12 +323,13 @@ class ShardFile(Closing):
             seen(part, digests)
 
     def _changed(self, block: int) -> DamagedError:
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
+        place = self._place(block * BLOCK, min((block + 1) * BLOCK, self.num_bytes))
+        return self.damaged(f"{place}: its bytes changed after they were written")
+
+    def _place(self, begin: int, end: int) -> str:
+        """Bytes of the data, for a message."""
         inside = [entry.key for entry in self.entries if entry.start < end and begin < entry.stop]
-        return self.damaged(
-            f"offset {self._data + begin} to {self._data + end}, tensor {shown(inside, 8)}: its bytes changed after "
-            "they were written"
-        )
+        return f"offset {self._data + begin} to {self._data + end}, tensor {shown(inside, 8)}"
 
     def check_all(self) -> None:
         """Read and check every block, from the disk where the kernel agrees.

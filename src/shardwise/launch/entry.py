@@ -44,9 +44,7 @@ def main(argv: list[str]) -> int:
     Args:
         argv: `--report RANK FILE PID` or nothing, then `--script PATH` or `--module NAME`, then the target's words.
     """
-    reporting = None
-    if argv[0] == "--report":
-        reporting, argv = Reporting(int(argv[1]), Path(argv[2]), int(argv[3])), argv[4:]
+    reporting, argv = _reporting(argv)
     try:
         try:
             _run(argv, reporting)
@@ -55,6 +53,18 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:  # in the report, too
         return ExitCode.INTERRUPTED
     return ExitCode.OK
+
+
+def report(error: ShardwiseError, argv: list[str]) -> int:
+    """For a rank that cannot be started with these words: leave the error where it would; its exit code."""
+    return _report(error, _reporting(argv)[0])
+
+
+def _reporting(argv: list[str]) -> tuple[Reporting | None, list[str]]:
+    """To whom this is told, and the words after that."""
+    if argv[0] != "--report":
+        return None, argv
+    return Reporting(int(argv[1]), Path(argv[2]), int(argv[3])), argv[4:]
 
 
 def _run(argv: list[str], reporting: Reporting | None) -> None:

@@ -29,7 +29,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.errors import LaunchError
 from shardwise.launch.entry import main as enter
+from shardwise.launch.entry import report
 from shardwise.launch.environment import RECOVER
 from shardwise.launch.forking.keeper import keep_store
 from shardwise.launch.forking.lines import Line
@@ -39,6 +41,8 @@ from shardwise.train.kept.outliving import Memory, Place, call_process
 
 GRACE_S = 20.0
 """After the launcher's death: seconds for the step and the save."""
+_NOWHERE = 9
+"""The port of a store that could not be opened: other hosts wait to hear of one, and nobody meets there."""
 STANDBY_NICE = 10
 """How much nicer a standby is while it gets ready: a tenth of the processor's time where nobody leaves it more."""
 
@@ -96,11 +100,14 @@ class Nursery:
             self._selector.unregister(rank.watch)
             os.close(rank.watch)
             self.ranks.remove(rank)
-            if not any(other.world == rank.world for other in self.ranks):
-                self._close_orders(rank.world)
-                self._close_store(rank.world)
+            self._close_if_ended(rank.world)
             with suppress(OSError):  # nobody listens any more
                 self.line.send({"ended": [rank.world, rank.rank, code]})
+
+    def _close_if_ended(self, world: int) -> None:
+        if not any(rank.world == world for rank in self.ranks):
+            self._close_orders(world)
+            self._close_store(world)
 
     def _receive(self) -> bool:
         """Do what came in; False at the end."""
@@ -134,21 +141,31 @@ class Nursery:
             os.close(pipe)
 
     def _start(self, world: int, message: dict[str, Any]) -> None:
+        """Fork the ranks. One that cannot be has ended: without a set that was to stand by the job goes on."""
         self.orders[world] = []
-        told = self._open_store(world, *message["store"]) if message["store"] else {}
+        told, refused = self._open_store(world, message) if message["store"] else ({}, "")
         for rank, (argv, env) in enumerate(zip(message["argv"], message["env"], strict=True), message["first"]):
-            read, write = os.pipe()
-            self.orders[world].append(write)
-            place = _place(world, rank, read, message["outliving"]) if message["outliving"] else None
-            pid = os.fork()
+            try:
+                if refused:
+                    raise OSError(0, refused)
+                pid, read, write = _fork()
+            except OSError as error:
+                why = f"it cannot be started: {error.strerror} (processes, `ulimit -u`, and what the container allows)"
+                with suppress(OSError):  # nobody listens any more
+                    self.line.send({"ended": [world, rank, report(LaunchError(why), argv)]})
+                continue
             if not pid:
+                os.close(write)
+                place = _place(world, rank, read, message["outliving"]) if message["outliving"] else None
                 self._become(rank, argv, env | told, place)
+            self.orders[world].append(write)
             with suppress(PermissionError, ProcessLookupError):  # it does the same; whoever is first
                 os.setpgid(pid, pid)
             os.close(read)
             watch = os.pidfd_open(pid)
             self._selector.register(watch, selectors.EVENT_READ)
             self.ranks.append(_Rank(world, rank, pid, watch))
+        self._close_if_ended(world)
 
     def _set_priority(self, world: int, nicer: int) -> None:
         """Of all threads of a world's ranks and of their data workers, where it can be taken back."""
@@ -157,20 +174,30 @@ class Nursery:
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PGRP, rank.pid, min(os.nice(0) + nicer, 19))
 
-    def _open_store(self, world: int, address: str, port: int) -> dict[str, str]:
-        """Have a process open a set's store, and say where it is; the variable that its ranks read."""
-        read, write = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.close(read)
-            keep_store(address, port, write, os.getppid())
-        os.close(write)
-        self.stores[world] = pid
-        with os.fdopen(read) as file:
-            found = json.loads(file.readline() or '{"port": 0, "problem": "its process has ended"}')
+    def _open_store(self, world: int, message: dict[str, Any]) -> tuple[dict[str, str], str]:
+        """Have a process open a set's store, and say where it is.
+
+        Returns: the variable that its ranks read; and why none of them may be started, where they were to stand by.
+        """
+        port, problem, is_standby = 0, None, bool(message["outliving"] and message["outliving"]["standby"])
+        try:
+            pid, read, write = _fork()
+        except OSError as error:
+            problem = f"no process can be started for it: {error.strerror}"
+        else:
+            if not pid:
+                os.close(read)
+                address, wanted = message["store"]
+                keep_store(address, wanted, write, os.getppid())
+            os.close(write)
+            self.stores[world] = pid
+            with os.fdopen(read) as file:
+                found = json.loads(file.readline() or '{"port": 0, "problem": "its process has ended"}')
+            port, problem = found["port"], found["problem"]
+        refused = f"the rendezvous of its ranks cannot be opened: {problem}" if problem and is_standby else ""
         with suppress(OSError):  # nobody listens any more
-            self.line.send({"store": [world, found["port"], found["problem"]]})
-        return {"MASTER_PORT": str(found["port"])}
+            self.line.send({"store": [world, port or _NOWHERE, None if refused else problem]})
+        return {"MASTER_PORT": str(port)}, refused
 
     def _close_store(self, world: int) -> None:
         pid = self.stores.pop(world, None)
@@ -209,9 +236,27 @@ class Nursery:
                         os.kill(rank.pid, number)
 
 
+def _fork() -> tuple[int, int, int]:
+    """A new process and a pipe to it: its pid, 0 there, and the ends to read and to write.
+
+    Raises:
+        OSError: there cannot be one more.
+    """
+    read, write = os.pipe()
+    try:
+        return os.fork(), read, write
+    except OSError:
+        os.close(read)
+        os.close(write)
+        raise
+
+
 def may_raise_priority() -> bool:
     """Whether the system lets a process take its priority back (`CAP_SYS_NICE`, `RLIMIT_NICE`); another one tries."""
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # there cannot be one more
+        return False
     if not pid:
         code = 1
         with suppress(OSError):

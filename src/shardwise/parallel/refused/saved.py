@@ -6,8 +6,10 @@ that is sent to another rank). Where the ranks write one file, the last one's pa
 
 from __future__ import annotations
 
+import copy
+import sys
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -55,7 +57,12 @@ def _mark(name: str, tensor: Tensor, where: _Where) -> None:
         vars(tensor)["__reduce_ex__"] = partial(_refuse, f"{what} of {name} {tuple(tensor.shape)}", where)
 
 
-def _refuse(what: str, where: _Where, _protocol: int) -> NoReturn:
+def _refuse(what: str, where: _Where, protocol: int) -> Any:
+    asks = sys._getframe(1)
+    if asks.f_code is copy.copy.__code__:  # in the way of a pickle; what it makes stays in this process
+        tensor: Any = asks.f_locals["x"]
+        kind: Any = type(tensor)
+        return kind.__reduce_ex__(tensor, protocol)
     raise UsageError(
         f"a part of a model is pickled (torch.save, an object that is sent): found {what} under `{where.plan}` "
         f"on rank {where.rank}, which without those of the other ranks is no model; needed: "

@@ -66,11 +66,13 @@ def set_aside() -> Iterator[None]:
     """What runs within it is not the script's; what comes after it is again."""
     body = _OPEN[0] if _OPEN and is_innermost(_OPEN[0]) else None
     leave()
-    yield
-    if body is not None and not _OPEN and not has_modes():
-        body.is_over = False
-        _OPEN.append(body)
-        body.__enter__()  # type: ignore[no-untyped-call]  # nor here
+    try:
+        yield
+    finally:
+        if body is not None and not _OPEN and not has_modes():
+            body.is_over = False
+            _OPEN.append(body)
+            body.__enter__()  # type: ignore[no-untyped-call]  # nor here
 
 
 class Body(TorchFunctionMode):
