@@ -121,6 +121,34 @@ class StreamWindows:
         return stream_windows(reader, self._mesh, self._collate, own_generator(self._options.seed))
 
 
+def check_stream(spec: WindowSpec, options: LoaderOptions) -> None:
+    """Refuse dials that a stream cannot have.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    if options.shuffle:
+        raise ConfigError(
+            "loader: shuffle=True with an iterable data set, whose order is its own; needed: __len__ and __getitem__; "
+            "shuffle inside the data set, or leave the option out"
+        )
+    if options.workers > 1:
+        raise ConfigError(
+            f"loader: workers={options.workers} with an iterable data set: each would read the whole stream; needed: "
+            "0 or 1 (which reads ahead); use workers=1, or a data set with __len__ and __getitem__"
+        )
+    if options.persistent_workers:
+        raise ConfigError(
+            "loader: persistent_workers with an iterable data set, which is read again from its start when moved; "
+            "needed: a data set with a length; leave persistent_workers out"
+        )
+    if options.sharded and spec.global_size < spec.ranks:
+        raise ConfigError(
+            f"loader: {spec.global_size} rows per step for {spec.ranks} data ranks with a stream each (sharded=True); "
+            f"needed: at least {spec.ranks}, one from each; raise the global batch"
+        )
+
+
 def _is_restarted(dataset: Iterable[Any]) -> bool:
     """Whether an iterator may begin anew when it is asked for one: a class with an `__iter__` of its own."""
     return isinstance(getattr(type(dataset), "__iter__", None), FunctionType)
