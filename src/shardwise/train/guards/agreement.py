@@ -94,8 +94,8 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     if mesh.world == 1:
         return
     own = Facts(mesh.index("pp"), dict(_of_all(state, options, loss_fn)), dict(_of_place(state)))
-    if everyones := _exchanged(own, mesh):
-        raise ReplicaError(f"before step {state.step + 1}: {_difference(everyones)}; {_ALIKE}")
+    if everyones := exchanged(own, mesh):
+        raise ReplicaError(f"before step {state.step + 1}: {difference(everyones)}; {_ALIKE}")
     if mesh.size("pp") > 1:
         state.placed = state.placed.with_(after_step=(*state.placed.after_step, Draws(mesh)))
     if mesh.num_gradient_ranks > 1:
@@ -129,15 +129,15 @@ def check_rows(batch: Any, mesh: Mesh, where: str = "the first step") -> None:
         for path, tensor in tensors.items()
         if tensor.layout == torch.strided and tensor.numel()
     }
-    if everyones := _exchanged(own := Facts(mesh.batch.rank, {}, given), mesh):
-        raise ReplicaError(f"{where}: {_difference(everyones)}; {_ROWS}")
+    if everyones := exchanged(own := Facts(mesh.batch.rank, {}, given), mesh):
+        raise ReplicaError(f"{where}: {difference(everyones)}; {_ROWS}")
     rows = {tuple(rank[0][1:]) for rank in gathered([own.digests()], mesh)}
     if mesh.batch.size > 1 and len(rows) == 1 and given and mesh.is_first:
         with suppress(Warning):  # `-W error` does not end a run that may be meant so
             warnings.warn(f"{where}: {_SAME_ROWS.format(ranks=mesh.batch.size)}", stacklevel=4)
 
 
-def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
+def exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
     """What everybody has, where digests differ; nothing where they do not."""
     rows = [tuple(rank[0]) for rank in gathered([own.digests()], mesh)]
     if len({of_all for _, of_all, _ in rows}) == 1 and len(set(rows)) == len({place for place, _, _ in rows}):
@@ -168,9 +168,9 @@ class _Writes:
         written = {name: found for name, found in _sums_of_buffers(placed).items() if before.get(name) != found}
         of_place = {f"buffer {name}": f"{found:x}" for name, found in written.items()}
         place = placed.mesh.index("pp") * placed.mesh.size("tp") + placed.mesh.index("tp")
-        if not (everyones := _exchanged(Facts(place, {}, of_place), placed.mesh)):
+        if not (everyones := exchanged(Facts(place, {}, of_place), placed.mesh)):
             return
-        said = f"{_difference(everyones)}, as forward wrote it; {_SUMMED}"
+        said = f"{difference(everyones)}, as forward wrote it; {_SUMMED}"
         if self._steps == 1:
             raise ReplicaError(f"the first step: {said}")
         self._is_told = True
@@ -361,7 +361,7 @@ _SUMMED = (
 )
 
 
-def _difference(everyones: list[Facts]) -> str:
+def difference(everyones: list[Facts]) -> str:
     """Which things differ, and who has what of the first one: the same text on every rank."""
     everybody = range(len(everyones))
     found = list(_differing(everybody, lambda rank: everyones[rank].of_all))
