@@ -268,3 +268,52 @@ def test_rows_that_nobody_divided_are_said_once(world: World) -> None:
     first, other = world(2, shared_rows, False)
     assert len(first) == 1 and other == [] and "all 2 data ranks were given the same rows" in first[0]
     assert world(2, shared_rows, True) == [[], []]
+
+
+def plateau(text: str, odd: int) -> str:
+    """A scheduler that one rank tells another metric; what this rank was told then."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), plan, mesh, seed=1)
+        optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        step = sw.make_step(sw.TrainState(placed, optimizer), lambda out, _: sw.mean_over(out.square()))
+        rows = torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32
+        try:
+            for number in range(4):
+                step(rows[mesh.batch.rank :: mesh.batch.size])
+                scheduler.step(float(number if mesh.rank == odd else -number))
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("plan", ["dp2 / fp64", "fsdp3 / mb2 fp64", "pp2 dp2 / 1f1b mb2 fp64"])
+def test_rates_that_one_rank_sets_otherwise_are_named_before_they_are_stepped_with(world: World, plan: str) -> None:
+    """They trained as two models, and every metric said that all was well."""
+    size = sw.Plan.parse(plan).world
+    for said in world(size, plateau, plan, 1):
+        assert said.startswith("step 3: lr of the optimizer's group 0 must be equal on ranks 0, 1")
+        assert "0.1 on rank 0" in said and "on rank 1; needed" in said and "mesh.all_reduce_sum" in said
+    assert world(size, plateau, plan, size) == [""] * size
+
+
+def plain_means(text: str, sizes: tuple[int, ...]) -> list[str]:
+    """What is said where each data rank gives the mean of so many rows."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda out, _: out.square().mean())
+        for number in range(2):
+            draw = torch.Generator().manual_seed(number * 8 + mesh.batch.rank)
+            step(torch.randn(sizes[mesh.batch.rank], 4, generator=draw, dtype=torch.float64))
+    return [str(warning.message) for warning in caught if "plain mean" in str(warning.message)]
+
+
+@pytest.mark.parametrize("plan", ["dp3 / fp64", "fsdp3 / fp64", "pp2 dp3 / 1f1b mb2 fp64"])
+def test_plain_means_of_unequal_rows_are_said_once(world: World, plan: str) -> None:
+    size = sw.Plan.parse(plan).world
+    told = world(size, plain_means, plan, (4, 4, 2))
+    assert len(told[0]) == 1 and "ranks hold unequal numbers of rows" in told[0][0] and not any(told[1:])
+    assert not any(world(size, plain_means, plan, (4, 4, 4)))
