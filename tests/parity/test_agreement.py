@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import shardwise as sw
 from shardwise.errors import ExitCode, ReplicaError
@@ -317,3 +319,55 @@ def test_plain_means_of_unequal_rows_are_said_once(world: World, plan: str) -> N
     told = world(size, plain_means, plan, (4, 4, 2))
     assert len(told[0]) == 1 and "ranks hold unequal numbers of rows" in told[0][0] and not any(told[1:])
     assert not any(world(size, plain_means, plan, (4, 4, 4)))
+
+
+class Drawing(Dataset[Tensor]):
+    """An augmentation by a generator of its own, another one on each rank: no sample comes twice."""
+
+    def __init__(self, rank: int) -> None:
+        self._draw = torch.Generator().manual_seed(rank)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        return index + torch.rand(4, generator=self._draw, dtype=torch.float64)
+
+
+def in_an_order_of_its_own(text: str, kind: str, workers: int) -> tuple[str, list[str]]:
+    """What is refused, or warned of, where each rank's data set has an order of its own; or is right."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows: Any = [torch.full((4,), i / 40, dtype=torch.float64) for i in range(40)]
+        random.Random(mesh.rank if kind == "shuffled" else 0).shuffle(rows)  # as one without a seed
+        placed = sw.apply(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), plan, mesh, seed=1)
+        given = Drawing(mesh.rank) if kind == "drawing" else rows
+        data = sw.loader(given, plan.batch, mesh, global_size=8, workers=workers)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.1), data)
+        step = sw.make_step(state, lambda out, _: sw.mean_over(out.square()))
+        try:
+            for _ in range(2):
+                step(next(data))
+        except ReplicaError as error:
+            return str(error), []
+    return "", [str(warning.message) for warning in caught if "data sets" in str(warning.message)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_sets_in_an_order_of_each_ranks_own_are_told(world: World, workers: int) -> None:
+    """Half of the samples came twice in an epoch, and others never."""
+    (_, first), *others = world(3, in_an_order_of_its_own, "dp3 / fp64", "shuffled", workers)
+    assert len(first) == 1 and "the data sets of ranks 0; 1; 2 have other samples in the same places" in first[0]
+    assert others == [("", []), ("", [])]
+    for kind in ("equal", "drawing"):
+        assert world(2, in_an_order_of_its_own, "fsdp2 / fp64", kind, workers) == [("", []), ("", [])]
+
+
+@pytest.mark.parametrize("plan", ["pp2 / 1f1b mb2 fp64", "pp2 dp2 / 1f1b mb2 fp64"])
+def test_ranks_of_the_same_rows_whose_data_sets_differ_are_refused(world: World, plan: str) -> None:
+    """Inputs of one sample met labels of another."""
+    size = sw.Plan.parse(plan).world
+    for said, _ in world(size, in_an_order_of_its_own, plan, "shuffled", 0):
+        assert said.startswith("the first step: the batch's 0 must be equal on ranks ") and "one order" in said
+    assert world(size, in_an_order_of_its_own, plan, "equal", 0) == [("", [])] * size

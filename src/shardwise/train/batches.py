@@ -224,6 +224,14 @@ class Batches:
         if not self.is_other_order:  # else it says nothing
             self.keep_in_quarantine([(int(start), int(stop)) for start, stop in state.get("quarantine", ())])
 
+    @property
+    def looks(self) -> tuple[int, list[int]] | None:
+        """From which position on, what tells samples that ranks must have alike, each read twice; None: none was read.
+
+        Streams compare theirs themselves.
+        """
+        return self._source.looks if isinstance(self._source, SampleWindows) else None
+
     def ids_at(self, step: int) -> NDArray[np.int64]:
         """The samples of a step over all ranks, in the order of their positions: int64, shape (rows,).
 

@@ -26,10 +26,11 @@ from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.refused.direct import watched_loss
 from shardwise.parallel.refused.explained import explaining
 from shardwise.train.data.windows import Window, micro_batches_of
-from shardwise.train.guards.agreement import check_agreement, check_rows, go_on
+from shardwise.train.guards.agreement import check_agreement, go_on
 from shardwise.train.guards.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.guards.rates import Rates
 from shardwise.train.guards.replicas import Replicas
+from shardwise.train.guards.rows import check_rows, check_samples
 from shardwise.train.guards.told import told
 from shardwise.train.guards.trained import Trained
 from shardwise.train.guards.witness import Witness, open_witness
@@ -131,6 +132,7 @@ class TrainStep:
         if self._witness is None:  # `verify` names what differs itself
             check_agreement(self.state, self.options, self.loss_fn)
             check_rows(batch, self.state.mesh)
+            check_samples(self.state.batches, self.state.mesh)
             if self.state.step == 0:
                 self._check_replicas()  # initial values that depend on the rank
         settle(self.state, partial(self.measure, batch))

@@ -17,8 +17,8 @@ from shardwise.parallel.together import come_together, how_many
 from shardwise.train.data.windows import Window, micro_batches_of
 from shardwise.train.followed.between import set_aside
 from shardwise.train.followed.drawn import compare_draws
-from shardwise.train.guards.agreement import check_rows
 from shardwise.train.guards.halving import communicating
+from shardwise.train.guards.rows import check_rows
 
 Function = Callable[[Any, Any], Any]
 """Of the model's output and the micro-batch."""

@@ -9,26 +9,22 @@ when it is read again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwise.checkpoint.layout import numpy_bytes
 from shardwise.errors import ConfigError, DataError
-from shardwise.model.nested import leaves
 from shardwise.parallel.mesh import DATA_AXES
 from shardwise.train.data.keyed import OwnGenerators, same_generators, seed_generators
 from shardwise.train.data.loader_options import Collate, LoaderOptions
 from shardwise.train.data.samples import CheckedCollate, own_generator
+from shardwise.train.data.told import told
 from shardwise.train.data.windows import DataMesh, Window, WindowSpec, divide, shares
-from shardwise.train.exchange import digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +71,10 @@ class StreamReader(IterableDataset[Stretch]):
             with generators.inside():
                 for total, sample in enumerate(islice(stream, wanted), start=1):
                     if total == 1:
-                        spare, first = [sample], _told(sample) if ranks > 1 else 0
+                        spare, first = [sample], told(sample) if ranks > 1 else 0
                     if (total - 1) % ranks == rank:
                         own.append(sample)
             yield Stretch(own=own, spare=spare, total=total, first=first)
-
-
-def _told(sample: Any) -> int:
-    """56 bits of a sample: equal where its numbers and texts are."""
-    return digest(_word(leaf) for _, leaf in leaves(sample))
-
-
-def _word(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        return str(leaf.dtype), tuple(leaf.shape), hashlib.blake2b(numpy_bytes(leaf)).hexdigest()
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biuf":
-        return str(leaf.dtype), leaf.shape, hashlib.blake2b(leaf.tobytes()).hexdigest()
-    return leaf if isinstance(leaf, str | bytes | int | float) else type(leaf).__name__
 
 
 class StreamWindows:

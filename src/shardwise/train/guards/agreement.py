@@ -21,13 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
 from shardwise.findings import shown
-from shardwise.model.nested import leaves
 from shardwise.parallel.history import Operation
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.reruns import numbers_in
 from shardwise.train.batches import Batches
-from shardwise.train.data.windows import Window
 from shardwise.train.exchange import by_value, digest, gathered, listed
 from shardwise.train.followed.drawn import Draws
 from shardwise.train.guards.held import HeldParameters
@@ -103,38 +101,6 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
         # ranks along tp compute some gradients each for itself, which kernels on GPUs may round otherwise
         updates = (_FirstUpdate(state),) if mesh.size("tp") == 1 and not options.check_replicas else ()
         state.placed = state.placed.with_(after_step=(*after, *updates))
-
-
-def check_rows(batch: Any, mesh: Mesh, where: str = "the first step") -> None:
-    """Compare what a script gave its ranks: those along `pp`, `tp` and `cp` work on the same rows, others do not.
-
-    A sampler that divides by all ranks gives each other ones: inputs of one sample would meet labels of another. Where
-    nobody divides, each row is trained on as often as there are data ranks, which is a warning.
-
-    Args:
-        batch: of the first step; windows of the loader are right by construction.
-        mesh: all ranks.
-        where: it is given, for the messages.
-
-    Raises:
-        ReplicaError: on all ranks: they differ where they must not.
-
-    Cost: a pass over the batch, two all-gathers of three numbers.
-    """
-    if isinstance(batch, Window) or mesh.world == 1:
-        return
-    tensors = {path: leaf for path, leaf in leaves(batch) if type(leaf) is torch.Tensor and not leaf.is_meta}
-    given = {
-        f"the batch's {'.'.join(map(str, path)) or 'tensor'}": f"{tuple(tensor.shape)} {checksum(tensor):x}"
-        for path, tensor in tensors.items()
-        if tensor.layout == torch.strided and tensor.numel()
-    }
-    if everyones := exchanged(own := Facts(mesh.batch.rank, {}, given), mesh):
-        raise ReplicaError(f"{where}: {difference(everyones)}; {_ROWS}")
-    rows = {tuple(rank[0][1:]) for rank in gathered([own.digests()], mesh)}
-    if mesh.batch.size > 1 and len(rows) == 1 and given and mesh.is_first:
-        with suppress(Warning):  # `-W error` does not end a run that may be meant so
-            warnings.warn(f"{where}: {_SAME_ROWS.format(ranks=mesh.batch.size)}", stacklevel=4)
 
 
 def exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
@@ -345,15 +311,6 @@ _ALIKE = (
 _UPDATED = (
     "after the first update; needed: the same update on every rank; let what the optimizer draws follow from the step "
     "and the parameter (a generator seeded by them), not from the rank, and no forward write into it of a rank's rows"
-)
-_ROWS = (
-    "these ranks work on the same rows, each on a part of the model or of a sequence; needed: rows by data rank, as "
-    "sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank), and "
-    "what is drawn for a batch drawn alike"
-)
-_SAME_ROWS = (
-    "all {ranks} data ranks were given the same rows, each of which counts {ranks} times; needed: a part for "
-    "each, as sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank)"
 )
 _SUMMED = (
     "needed: what one process with all rows has; sum over ranks what it is made of (mesh.all_reduce_sum), or keep it "
