@@ -430,6 +430,22 @@ def test_streams_that_differ_or_are_empty_are_refused_on_every_rank() -> None:
         on_ranks(2, lambda mesh: loader(Counting(5 * mesh.batch.rank), 4, mesh, sharded=True, epochs=1))
 
 
+def test_a_second_loop_finds_the_evaluation_again_and_an_end_of_training_is_said() -> None:
+    held_out = eval_batches(list(range(9)), Batch(global_size=4, micro_batches=2), FakeMesh())
+    for _ in range(2):
+        assert rows_of([next(iter(held_out))]) == list(range(4))  # a look at a batch takes none from a pass
+        assert rows_of(list(held_out)) == list(range(9))
+    streamed = eval_batches(Counting(5), 4, FakeMesh())
+    assert rows_of(list(streamed)) == rows_of(list(streamed)) == list(range(5))
+    batches = loader(list(range(10)), 4, FakeMesh(), epochs=1)
+    assert len([next(iter(batches)) for _ in range(2)]) == 2  # a loop that is entered again goes on
+    list(batches)
+    with pytest.raises(UsageError, match=r"its 1 epoch\(s\) are over.*epochs=3"):
+        list(batches)
+    batches.load_state_dict(batches.state_dict() | {"step": 2, "position": 8})
+    assert len(list(batches)) == 1
+
+
 def test_a_generator_is_one_pass() -> None:
     assert len(list(loader((i for i in range(9)), 4, FakeMesh()))) == 3
     with pytest.raises(ConfigError, match="can be read once only"):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from shardwise import extras
 from shardwise.errors import ConfigError, DataError
-from shardwise.train.data import sources
+from shardwise.train.data import corpus, sources
 from shardwise.train.data.corpus import TokenDataset, read_corpus, split, token_dtype, unigram_entropy
 from shardwise.train.data.tokens import ByteTokenizer, check_vocab, load_tokenizer
 
@@ -284,3 +284,12 @@ def test_bytes_and_types() -> None:
     assert BYTES.decode([0xC3]) == "\ufffd"
     assert [token_dtype(n).name for n in (256, 257, 65536, 65537)] == ["uint8", "uint16", "uint16", "uint32"]
     assert sources.STDLIB == "stdlib"
+
+
+def test_containers_whose_processes_have_the_same_number_share_a_cache(tmp_path: Path) -> None:
+    """One took the other's unfinished file away."""
+    sinks = [corpus._Sink(tmp_path / "tokens", BYTES) for _ in range(2)]
+    for sink in sinks:
+        sink.add(np.arange(9, dtype=np.uint8))
+    assert all(sink.close()[0].tolist() == list(range(9)) for sink in sinks)
+    assert not list(tmp_path.glob("*.part"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import shardwise as sw
 from shardwise.errors import ExitCode, ReplicaError
@@ -268,3 +270,104 @@ def test_rows_that_nobody_divided_are_said_once(world: World) -> None:
     first, other = world(2, shared_rows, False)
     assert len(first) == 1 and other == [] and "all 2 data ranks were given the same rows" in first[0]
     assert world(2, shared_rows, True) == [[], []]
+
+
+def plateau(text: str, odd: int) -> str:
+    """A scheduler that one rank tells another metric; what this rank was told then."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), plan, mesh, seed=1)
+        optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        step = sw.make_step(sw.TrainState(placed, optimizer), lambda out, _: sw.mean_over(out.square()))
+        rows = torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32
+        try:
+            for number in range(4):
+                step(rows[mesh.batch.rank :: mesh.batch.size])
+                scheduler.step(float(number if mesh.rank == odd else -number))
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("plan", ["dp2 / fp64", "fsdp3 / mb2 fp64", "pp2 dp2 / 1f1b mb2 fp64"])
+def test_rates_that_one_rank_sets_otherwise_are_named_before_they_are_stepped_with(world: World, plan: str) -> None:
+    """They trained as two models, and every metric said that all was well."""
+    size = sw.Plan.parse(plan).world
+    for said in world(size, plateau, plan, 1):
+        assert said.startswith("step 3: lr of the optimizer's group 0 must be equal on ranks 0, 1")
+        assert "0.1 on rank 0" in said and "on rank 1; needed" in said and "mesh.all_reduce_sum" in said
+    assert world(size, plateau, plan, size) == [""] * size
+
+
+def plain_means(text: str, sizes: tuple[int, ...]) -> list[str]:
+    """What is said where each data rank gives the mean of so many rows."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda out, _: out.square().mean())
+        for number in range(2):
+            draw = torch.Generator().manual_seed(number * 8 + mesh.batch.rank)
+            step(torch.randn(sizes[mesh.batch.rank], 4, generator=draw, dtype=torch.float64))
+    return [str(warning.message) for warning in caught if "plain mean" in str(warning.message)]
+
+
+@pytest.mark.parametrize("plan", ["dp3 / fp64", "fsdp3 / fp64", "pp2 dp3 / 1f1b mb2 fp64"])
+def test_plain_means_of_unequal_rows_are_said_once(world: World, plan: str) -> None:
+    size = sw.Plan.parse(plan).world
+    told = world(size, plain_means, plan, (4, 4, 2))
+    assert len(told[0]) == 1 and "ranks hold unequal numbers of rows" in told[0][0] and not any(told[1:])
+    assert not any(world(size, plain_means, plan, (4, 4, 4)))
+
+
+class Drawing(Dataset[Tensor]):
+    """An augmentation by a generator of its own, another one on each rank: no sample comes twice."""
+
+    def __init__(self, rank: int) -> None:
+        self._draw = torch.Generator().manual_seed(rank)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        return index + torch.rand(4, generator=self._draw, dtype=torch.float64)
+
+
+def in_an_order_of_its_own(text: str, kind: str, workers: int) -> tuple[str, list[str]]:
+    """What is refused, or warned of, where each rank's data set has an order of its own; or is right."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows: Any = [torch.full((4,), i / 40, dtype=torch.float64) for i in range(40)]
+        random.Random(mesh.rank if kind == "shuffled" else 0).shuffle(rows)  # as one without a seed
+        placed = sw.apply(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), plan, mesh, seed=1)
+        given = Drawing(mesh.rank) if kind == "drawing" else rows
+        data = sw.loader(given, plan.batch, mesh, global_size=8, workers=workers)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.1), data)
+        step = sw.make_step(state, lambda out, _: sw.mean_over(out.square()))
+        try:
+            for _ in range(2):
+                step(next(data))
+        except ReplicaError as error:
+            return str(error), []
+    return "", [str(warning.message) for warning in caught if "data sets" in str(warning.message)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_sets_in_an_order_of_each_ranks_own_are_told(world: World, workers: int) -> None:
+    """Half of the samples came twice in an epoch, and others never."""
+    (_, first), *others = world(3, in_an_order_of_its_own, "dp3 / fp64", "shuffled", workers)
+    assert len(first) == 1 and "the data sets of ranks 0; 1; 2 have other samples in the same places" in first[0]
+    assert others == [("", []), ("", [])]
+    for kind in ("equal", "drawing"):
+        assert world(2, in_an_order_of_its_own, "fsdp2 / fp64", kind, workers) == [("", []), ("", [])]
+
+
+@pytest.mark.parametrize("plan", ["pp2 / 1f1b mb2 fp64", "pp2 dp2 / 1f1b mb2 fp64"])
+def test_ranks_of_the_same_rows_whose_data_sets_differ_are_refused(world: World, plan: str) -> None:
+    """Inputs of one sample met labels of another."""
+    size = sw.Plan.parse(plan).world
+    for said, _ in world(size, in_an_order_of_its_own, plan, "shuffled", 0):
+        assert said.startswith("the first step: the batch's 0 must be equal on ranks ") and "one order" in said
+    assert world(size, in_an_order_of_its_own, plan, "equal", 0) == [("", [])] * size

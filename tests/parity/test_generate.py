@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.errors import ReplicaError
 from shardwise.models.sample import generate
 from shardwise.testing.world import World
 from tests.parity import grid, hf_models
@@ -81,3 +82,20 @@ def test_every_plan_draws_what_one_process_draws(world: World, plan: str) -> Non
     assert all(len({str(rows) for rows in draws}) == len(DRAWS) for draws in wanted.values())
     for rank, found in enumerate(world(sw.Plan.parse(plan).world, drawn, plan)):
         assert found == wanted, rank
+
+
+def given_otherwise(text: str, what: str) -> str:
+    """What is said where a rank has rows of its own, or draws otherwise."""
+    with sw.open_mesh(plan := sw.Plan.parse(text)) as mesh:
+        placed = sw.apply(grid.MODELS["decoder"], plan, mesh, seed=grid.SEED)
+        own = mesh.rank if what == "rows" else 0
+        with pytest.raises(ReplicaError) as caught:
+            sw.generate(placed, PROMPTS[:, : 2 + own], 3, seed=mesh.rank if what == "seed" else 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "named"), [("rows", "shape of ids"), ("seed", "seed")])
+def test_ranks_that_continue_other_rows_are_told(world: World, what: str, named: str) -> None:
+    """Rank 0's tokens came out behind the others' own."""
+    for said in world(2, given_otherwise, "dp2 / fp64", what):
+        assert said.startswith(f"generate(): {named} must be equal on ranks 0, 1: found ")

@@ -62,7 +62,7 @@ def optimizers(placed: sw.Placed) -> Any:
     return sw.several(
         placed,
         {
-            "*norm*": lambda p: sw.sgd(p, 0.1, momentum=0.9),
+            "*norm*": lambda p: torch.optim.SGD(p.parameters(), lr=0.1, momentum=0.9),
             "*.ffn.*": lambda p: sw.adamw(p, 1e-2, weight_decay=0.1, eps=grid.EPS),
             "*": lambda p: sw.adamw(p, 1e-3, weight_decay=0.0, eps=grid.EPS),
         },
@@ -190,7 +190,7 @@ REFUSALS: list[tuple[Callable[[sw.Placed], Any], str]] = [
     (lambda p: sw.several(p, {}), "found no parts"),
     (lambda p: sw.several(p, {"*even*": sgd}), r"trainable parameters match none of '\*even\*'"),
     (lambda p: sw.several(p, {"*": sgd, "*odd*": sgd}), r"'\*odd\*' takes no"),
-    (lambda p: sw.several(p, {"*": lambda q: torch.optim.SGD(q.parameters())}), "gave SGD, needed an optimizer of"),
+    (lambda p: sw.several(p, {"*": lambda q: list(q.parameters())}), "gave list, needed an optimizer; write"),
     (lambda p: sw.Ema(p, 1.0), "needed a number above 0 and below 1"),
 ]
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import shardwise as sw
 from shardwise.errors import ModelError, UsageError
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
@@ -210,3 +211,17 @@ def test_a_loss_function_of_other_arguments_is_told_what_it_is_given() -> None:
         with pytest.raises(AttributeError, match="'tuple'") as plain:
             make_step(state, torch.nn.MSELoss())(rows)
         assert "MSELoss was given a tensor (4, 2)" in plain.value.__notes__[0]
+
+
+def the_same_object_twice(text: str) -> tuple[float, dict[str, float]]:
+    with sw.open_mesh(plan := sw.Plan.parse(text)) as mesh:
+        placed = sw.apply(lambda: torch.nn.Linear(4, 2), plan, mesh)
+        weights = {"square": lambda rows: 2 * len(rows["input"])}
+        losses = sw.Losses(lambda out, _: {"square": mean_over(out.square())}, weights=weights)
+        m = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), losses)([{"input": torch.ones(2, 4)}] * 2)
+    return m.loss, dict(m.losses)
+
+
+def test_a_micro_batch_that_comes_twice_counts_twice_in_each_loss(world: World) -> None:
+    [(loss, losses)] = world(1, the_same_object_twice, "dp1 / mb2")
+    assert losses == {"square": pytest.approx(loss)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.errors import ModelError, UsageError
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
@@ -323,3 +324,21 @@ def refused_on_shards() -> None:
 
 def test_torchs_rules_that_need_whole_tensors_are_refused_on_shards(world: World) -> None:
     world(2, refused_on_shards)
+
+
+def group_added_later() -> str:
+    with sw.open_mesh(plan := sw.Plan()) as mesh:
+        placed = sw.apply(lambda: nn.Linear(4, 2), plan, mesh)
+        optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+        state = sw.TrainState(placed, optimizer, schedule=sw.warmup_linear(2, 10))
+        step = sw.make_step(state, lambda out, _: sw.mean_over(out.square()))
+        step(torch.ones(2, 4))
+        optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.01})
+        with pytest.raises(UsageError) as caught:
+            step(torch.ones(2, 4))
+    return str(caught.value)
+
+
+def test_a_group_that_comes_later_has_no_base_for_a_schedule(world: World) -> None:
+    [said] = world(1, group_added_later)
+    assert "schedule: found 2 groups of the optimizer, needed the 1 that it began with" in said

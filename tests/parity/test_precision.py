@@ -195,3 +195,28 @@ def test_overflow_moves_the_scale_alike_on_all_ranks_and_meshes(world, plan: str
     scales, skipped = [8.0, 8.0, 16.0, 16.0, 32.0, 16.0], [True, False, False, False, False, True]
     for rank in world(sw.Plan.parse(plan).world, scaled, f"{plan} / fp16"):
         assert rank == [(skip, scale, True) for skip, scale in zip(skipped, scales, strict=True)]
+
+
+class Rooted(torch.nn.Linear):
+    """A loss that is finite, and a gradient that is none under any scale."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + (y * 0).abs().sqrt()
+
+
+def never_finite() -> tuple[int, float, str]:
+    with sw.open_mesh(plan := sw.Plan.parse("dp1 / fp16")) as mesh:
+        placed = sw.apply(lambda: Rooted(4, 2), plan, mesh)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.1))
+        step = sw.make_step(state, lambda y, _: sw.mean_over(y.square()), options=sw.StepOptions(max_skips=3))
+        for _ in range(100):
+            if (m := step(torch.ones(2, 4))).stopping is not None:
+                break
+        return m.step, state.loss_scale.scale, m.stopping or ""
+
+
+def test_a_gradient_that_no_scale_makes_finite_ends_the_run(world) -> None:
+    """After as many halvings as fp16 has powers of two: it was skipped for ever, until the scale was zero."""
+    [(steps, scale, said)] = world(1, never_finite)
+    assert steps == 40 + 4 and scale == 2.0**-36 and "gradient norm nan" in said and "4 in a row" in said

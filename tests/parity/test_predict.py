@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shardwise as sw
@@ -82,6 +83,25 @@ def test_batches_of_a_scripts_own_come_batch_by_batch_and_rank_by_rank(world: Wo
         mine = [list(range(100 + rank, 122, 2)) for rank in range(2)]
         assert names == [name for i in range(0, 11, 4) for one in mine for name in one[i : i + 4]]
         torch.testing.assert_close(scores, whole[[name - 100 for name in names]], rtol=0, atol=1e-12)
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(dataset())
+
+
+def of_a_stream(text: str) -> list[int]:
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan, device="cpu") as mesh:
+        placed = sw.apply(Net, plan, mesh, seed=2)
+        windows = sw.eval_batches(Stream(), plan.batch, mesh, global_size=8)
+        return sw.predict(placed, lambda y, b: b["name"], windows).tolist()
+
+
+@pytest.mark.parametrize("text", ["dp3 / mb2", "dp2 pp2 / 1f1b mb2"])
+def test_rows_of_a_stream_come_in_its_order_though_ranks_read_every_nth(world: World, text: str) -> None:
+    for names in world(sw.Plan.parse(text).world, of_a_stream, f"{text} fp64"):
+        assert names == list(range(100, 100 + ROWS))
 
 
 def refused(text: str, what: str) -> str:

@@ -248,9 +248,12 @@ class Placed:
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, in order of their names in the module, sharded where they are between steps."""
+        """The parameters of this rank, in order of their names in the module, sharded where they are between steps.
+
+        In a function of `several` those that its optimizer steps.
+        """
         self.reshard()
-        return iter(self.named_parameters().values())
+        return (p for name, p in self.named_parameters().items() if self.trains is None or name in self.trains)
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """Original name -> parameter over this rank's shard, sharing its storage.

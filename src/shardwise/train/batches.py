@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from shardwise.train.data.loader_options import LoaderKeywords
 from shardwise.train.data.loader_options import LoaderOptions as LoaderOptions
 from shardwise.train.data.order import SampleOrder
 from shardwise.train.data.samples import SampleWindows
-from shardwise.train.data.streams import StreamWindows
+from shardwise.train.data.streams import StreamWindows, check_stream
 from shardwise.train.data.windows import DataMesh, ReadAhead, WindowSpec
 from shardwise.train.data.windows import Window as Window
 
@@ -52,15 +52,9 @@ class Batches:
         self.options = options
         self.order = order
         """The order of samples; None for a stream."""
-        self.step = 0
-        """Windows handed out so far."""
         self._mesh = mesh
         self._source = source
-        self._origin = (0, 0)
-        self._position = 0
-        self._windows: Iterator[Window] | None = None
-        self.ahead = ReadAhead()
-        """Windows that were handed out: a loop may train on them later."""
+        self._begin(0, 0)
         self.quarantined: list[tuple[int, int]] = []
         """Positions whose samples are not fed again, in the order in which they were left out; see `quarantine`."""
         self.accept: frozenset[str] = frozenset()
@@ -68,8 +62,32 @@ class Batches:
         self.is_other_order = False
         """Whether it is, or the samples are: then quarantine that was saved says nothing."""
 
-    def __iter__(self) -> Self:
-        """The same iterator: a loop that is left and entered again goes on where it was."""
+    def _begin(self, step: int, position: int) -> None:
+        """Be before the window of a step, whose first row stands at a position."""
+        self.step = step
+        """Windows handed out so far."""
+        self._position = position
+        regular = position == step * self.spec.global_size
+        self._origin = (0, 0) if regular else (step, position)
+        self._windows: Iterator[Window] | None = None
+        self._is_over = False
+        self.ahead = ReadAhead()
+        """Windows that were handed out: a loop may train on them later."""
+
+    def __iter__(self) -> Iterator[Window]:
+        """The same iterator: a loop that is left and entered again goes on where it was. Of evaluation a pass anew.
+
+        Raises:
+            UsageError: all epochs are done, and a loop would find nothing.
+        """
+        if self.spec.split:
+            return self._source.windows(0, 0)
+        if self._is_over:
+            raise UsageError(
+                f"loader: its {self.options.epochs or 1} epoch(s) are over, and another loop over it would train on "
+                "nothing; needed: one loop over all of them: loader(..., epochs=3), or without end (epochs=None) and "
+                "steps(state, loss_fn, until=...)"
+            )
         return self
 
     def __next__(self) -> Window:
@@ -81,10 +99,13 @@ class Batches:
         """
         if self._windows is None:
             self._windows = self._source.windows(self.step, self._position)
-        window = next(self._windows)
-        while self.order is None and self._is_quarantined(window):  # a stream cannot give another sample instead
-            self._position += window.num_rows
-            window = next(self._windows)
+        for window in self._windows:
+            if self.order is not None or not self._is_quarantined(window):
+                break
+            self._position += window.num_rows  # a stream cannot give another sample instead
+        else:
+            self._is_over = True
+            raise StopIteration
         self.step = window.step + 1
         self.ahead.add(window, self._position)
         self._position += window.num_rows
@@ -199,13 +220,17 @@ class Batches:
                 f"loader: cannot resume a sharded stream with {self.spec.global_size} rows per step, it was saved with "
                 f"{state['global_size']}: how much each rank had read is not known; use {state['global_size']}"
             )
-        self.step, self._position = int(state["step"]), int(state["position"])
-        self.ahead = ReadAhead()
-        regular = self._position == self.step * self.spec.global_size
-        self._origin = (0, 0) if regular else (self.step, self._position)
-        self._windows = None
+        self._begin(int(state["step"]), int(state["position"]))
         if not self.is_other_order:  # else it says nothing
             self.keep_in_quarantine([(int(start), int(stop)) for start, stop in state.get("quarantine", ())])
+
+    @property
+    def looks(self) -> tuple[int, list[int]] | None:
+        """From which position on, what tells samples that ranks must have alike, each read twice; None: none was read.
+
+        Streams compare theirs themselves.
+        """
+        return self._source.looks if isinstance(self._source, SampleWindows) else None
 
     def ids_at(self, step: int) -> NDArray[np.int64]:
         """The samples of a step over all ranks, in the order of their positions: int64, shape (rows,).
@@ -302,7 +327,7 @@ def eval_batches(
 def _make(dataset: Any, batch: Batch | int, mesh: DataMesh, options: LoaderOptions, *, split: bool) -> Batches:
     spec = _spec(batch, mesh, options, split)
     if _is_stream(dataset):
-        _check_stream(spec, options)
+        check_stream(spec, options)
         return Batches(StreamWindows(dataset, spec, mesh, options), spec, mesh, options, None)
     if options.sharded:
         raise ConfigError(
@@ -367,26 +392,3 @@ def _is_stream(dataset: Any) -> bool:
     raise DataError(
         f"loader: {name} is no data set: {lacking}; needed: __len__ and __getitem__, or __iter__; add them, or wrap it"
     )
-
-
-def _check_stream(spec: WindowSpec, options: LoaderOptions) -> None:
-    if options.shuffle:
-        raise ConfigError(
-            "loader: shuffle=True with an iterable data set, whose order is its own; needed: __len__ and __getitem__; "
-            "shuffle inside the data set, or leave the option out"
-        )
-    if options.workers > 1:
-        raise ConfigError(
-            f"loader: workers={options.workers} with an iterable data set: each would read the whole stream; needed: "
-            "0 or 1 (which reads ahead); use workers=1, or a data set with __len__ and __getitem__"
-        )
-    if options.persistent_workers:
-        raise ConfigError(
-            "loader: persistent_workers with an iterable data set, which is read again from its start when moved; "
-            "needed: a data set with a length; leave persistent_workers out"
-        )
-    if options.sharded and spec.global_size < spec.ranks:
-        raise ConfigError(
-            f"loader: {spec.global_size} rows per step for {spec.ranks} data ranks with a stream each (sharded=True); "
-            f"needed: at least {spec.ranks}, one from each; raise the global batch"
-        )

@@ -19,7 +19,7 @@ from shardwise.train.rehearsal import rejoin
 from shardwise.train.signals import EXIT_CODES, listening
 from shardwise.train.state import TrainState, placed_of
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
-from shardwise.train.whole_pass import Pass, go_through
+from shardwise.train.whole_pass import Pass, Place, go_through
 
 
 class Saver(Protocol):
@@ -135,7 +135,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     loss_fn = several or told(loss_fn)
     totals = torch.zeros(len(several.weights) if several else 1, 2, dtype=torch.float64)
 
-    def add(result: Any, micro: Any, is_zero: bool, _place: tuple[int, ...]) -> None:
+    def add(result: Any, micro: Any, is_zero: bool, _place: Place) -> None:
         if placed.context is not None:
             refuse_mean(result)
         if counts_here and not is_zero:

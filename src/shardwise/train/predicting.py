@@ -15,7 +15,7 @@ from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import group_apart
 from shardwise.train.kept.given import check_placed
-from shardwise.train.whole_pass import Function, Pass, go_through
+from shardwise.train.whole_pass import Function, Pass, Place, go_through
 
 _Rows = dict[Path, torch.Tensor]
 _NEEDED = "needed tensors (one, or a tuple, list or dict of them) whose first dim is the rows of the micro-batch"
@@ -52,10 +52,10 @@ def predict(placed: Placed, function: Function, windows: Iterable[Any]) -> Any:
             f"predict(): found `{placed.plan}`, where each rank of cp has parts of the rows; needed a plan without cp: "
             "load the checkpoint under one, or evaluate() with a function that gives a sum and a weight"
         )
-    chunks: list[tuple[tuple[int, ...], _Rows]] = []
+    chunks: list[tuple[Place, _Rows]] = []
     shapes: list[Any] = []
 
-    def take(result: Any, batch: Any, is_zero: bool, place: tuple[int, ...]) -> None:
+    def take(result: Any, batch: Any, is_zero: bool, place: Place) -> None:
         rows = _checked(result, num_rows(batch))
         if not is_zero and mesh.index("tp") == 0:
             chunks.append((place, {path: row.detach().cpu() for path, row in rows.items()}))
@@ -73,9 +73,21 @@ def predict(placed: Placed, function: Function, windows: Iterable[Any]) -> Any:
     if mesh.world > 1 and dist.get_backend() != "fake":
         everyone *= mesh.world
         dist.all_gather_object(everyone, (chunks, shapes), group=group_apart(mesh, "calls"))
-    ordered = [rows for _, rows in sorted((chunk for mine, _ in everyone for chunk in mine), key=lambda c: c[0])]
+    ordered = sorted((chunk for mine, _ in everyone for chunk in mine), key=lambda chunk: chunk[0])
     shape = next((shape for _, (shape,) in filter(lambda one: one[1], everyone)), None)
-    return put(shape, {path: _joined(path, ordered) for path in ordered[0]}) if ordered else None
+    if not ordered:
+        return None
+    rows, order = [chunk for _, chunk in ordered], _order(ordered)
+    return put(shape, {path: _joined(path, rows)[order] for path in rows[0]})
+
+
+def _order(chunks: list[tuple[Place, _Rows]]) -> torch.Tensor | slice:
+    """Of the rows of sorted micro-batches, the order of the data: each rank reads every n-th row of a stream."""
+    if all(place.stride == 1 for place, _ in chunks):
+        return slice(None)
+    sizes = [len(next(iter(rows.values()))) for _, rows in chunks]
+    at = [place.first + place.stride * torch.arange(n) for (place, _), n in zip(chunks, sizes, strict=True)]
+    return torch.cat(at).argsort(stable=True)
 
 
 def _checked(result: Any, rows: int) -> _Rows:

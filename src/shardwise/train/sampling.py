@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,13 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, ReplicaError
 from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together
 from shardwise.train.data.tokens import Tokenizer
 from shardwise.train.followed.between import set_aside
+from shardwise.train.guards.agreement import Facts, difference, exchanged
+from shardwise.train.guards.replicas import checksum
 
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
 """Attributes of a model's `config` that say how many positions it has."""
@@ -110,6 +114,7 @@ def generate(
 
     Raises:
         UsageError: no token to start from, or a negative temperature.
+        ReplicaError: on all ranks: they were given other tokens, or dials.
         ModelError: the model does not return logits (batch, seq, vocab).
 
     Cost: one forward of the whole context per token, on every rank of a replica (no cache of keys and values).
@@ -127,6 +132,7 @@ def _continued(
 ) -> torch.Tensor:
     placed = whole.placed
     come_together("generate()", placed.mesh)
+    _check_alike(placed.mesh, ids, {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed})
     try:
         with placed.in_mode(False), placed.gathering():
             out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
@@ -135,6 +141,18 @@ def _continued(
     if dist.is_initialized() and placed.mesh.world > 1:
         dist.broadcast(out, src=0)
     return out
+
+
+def _check_alike(mesh: Mesh, ids: torch.Tensor, dials: Mapping[str, float]) -> None:
+    """All ranks continue the same rows: those of one would come out as another's."""
+    if mesh.world == 1 or dist.get_backend() == "fake":
+        return
+    given = {"shape of ids": str(tuple(ids.shape)), "ids": f"{checksum(ids):x}"}
+    if everyones := exchanged(Facts(0, given | {name: repr(dial) for name, dial in dials.items()}, {}), mesh):
+        raise ReplicaError(
+            f"generate(): {difference(everyones)}; needed: the same on every rank, which all compute the same rows; "
+            "give it all rows on each"
+        )
 
 
 def _width(placed: Placed, longest: int) -> int:

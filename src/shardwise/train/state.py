@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from shardwise.train.kept.given import check_given
 from shardwise.train.kept.mirror import Mirror
 from shardwise.train.kept.passing import Passing
 from shardwise.train.kept.stateful import StatefulObjects, own_place, told
+from shardwise.train.loss_scale import LossScale
 from shardwise.train.protect import Guard
 from shardwise.train.torch_private import local_of
 from shardwise.train.updates.group_values import GroupValues
@@ -46,28 +46,6 @@ class DataPosition(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position."""
         ...
-
-
-@dataclass
-class LossScale:
-    """Dynamic scale of fp16 losses: halved on a gradient that is not finite, doubled after `period` good steps.
-
-    The loss is a sum over the window, so the scale starts low: a window of 2^12 tokens at 2^4 is 2^16 for a mean.
-    Its decisions rest on numbers that are summed over the world: the same on every rank and every mesh.
-    """
-
-    scale: float = 16.0
-    good_steps: int = 0
-    period: int = 2000
-
-    def update(self, finite: bool) -> None:
-        """Account for one step."""
-        if not finite:
-            self.scale, self.good_steps = self.scale / 2, 0
-        elif self.good_steps + 1 >= self.period:
-            self.scale, self.good_steps = self.scale * 2, 0
-        else:
-            self.good_steps += 1
 
 
 class TrainState:
@@ -155,9 +133,17 @@ class TrainState:
         Raises:
             UsageError: something else has set rates, which this would undo.
         """
-        factor = self.schedule(self.step) if self.schedule is not None else 1.0
+        if self.schedule is None:
+            return float(self.optimizer.param_groups[0]["lr"])
+        if (found := len(self.optimizer.param_groups)) != (needed := len(self.optimizer.base_lrs)):
+            raise UsageError(
+                f"TrainState: schedule: found {found} groups of the optimizer, needed the {needed} that it began with: "
+                "of one that came later the schedule knows no base learning rate; make all groups before TrainState, "
+                "or leave schedule= out and set rates in the loop"
+            )
+        factor = self.schedule(self.step)
         if factor != self._factor:
-            for group, base in zip(self.optimizer.param_groups, self.optimizer.base_lrs, strict=False):
+            for group, base in zip(self.optimizer.param_groups, self.optimizer.base_lrs, strict=True):
                 if not isinstance(group["lr"], torch.Tensor) and group["lr"] != base * self._factor:
                     raise UsageError(
                         f"TrainState: schedule: found the learning rate {group['lr']:g}, which the script or a "

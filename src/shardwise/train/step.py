@@ -26,9 +26,11 @@ from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.refused.direct import watched_loss
 from shardwise.parallel.refused.explained import explaining
 from shardwise.train.data.windows import Window, micro_batches_of
-from shardwise.train.guards.agreement import check_agreement, check_rows, go_on
+from shardwise.train.guards.agreement import check_agreement, go_on
 from shardwise.train.guards.halving import Halving, communicating, cut_rows, open_halving
+from shardwise.train.guards.rates import Rates
 from shardwise.train.guards.replicas import Replicas
+from shardwise.train.guards.rows import check_rows, check_samples
 from shardwise.train.guards.told import told
 from shardwise.train.guards.trained import Trained
 from shardwise.train.guards.witness import Witness, open_witness
@@ -44,7 +46,7 @@ from shardwise.train.options import options_with as options_with
 from shardwise.train.protect import Protection
 from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState, placed_of
-from shardwise.train.sums import Own, Sums, WorldSums, tell_unequal_rows
+from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.untraced import settle
 from shardwise.train.updates.joined import Joined, JoinedGradients
@@ -66,7 +68,7 @@ class TrainStep:
         self._retry = open_halving(state) if options.on_oom == "halve" else None
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
-        self._flushes = 1
+        self._flushes, self._rates = 1, Rates(state)
         self._buffers, self._sums = Buffers(placed), WorldSums(placed, after=self._halving is not None)
         keeps = options.protect
         self._protection = None if keeps is None else Protection(state, keeps, is_norm_local=self._sums.overlaps)
@@ -81,7 +83,7 @@ class TrainStep:
         self._divisor = gradient_divisor(placed) if self._halving is None else 1
         self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
         self._window: LossWindow | None = None
-        self._scalar_mean = self._warned = False
+        self._scalar_mean = False
         self._witness: Witness | None = None
         self.stop_requested = 0
         """A value of `signals.STOPS`: the loop ends after this step, on all ranks together."""
@@ -130,6 +132,7 @@ class TrainStep:
         if self._witness is None:  # `verify` names what differs itself
             check_agreement(self.state, self.options, self.loss_fn)
             check_rows(batch, self.state.mesh)
+            check_samples(self.state.batches, self.state.mesh)
             if self.state.step == 0:
                 self._check_replicas()  # initial values that depend on the rank
         settle(self.state, partial(self.measure, batch))
@@ -187,9 +190,10 @@ class TrainStep:
             joined = self._joined.of(grads)
             mine = joined if self._counted is None else Joined([], [g for n, g in grads.items() if self._counted[n]])
             sums = self._sums.finish(sum_of_squares(mine))
-            if sums.num_unused or self._unused.lacks:  # which a trace, without values, cannot read off the sum
+            if sums.has_unused or self._unused.lacks:  # which a trace, without values, cannot read off the sum
                 joined = self._joined.of(grads := self._unused.drop(grads, self._parameters))
-            self._check_equal_rows(sums)
+            if sums.rates:
+                self._rates.check()
         return grads, joined, sums
 
     def _counts(self, name: str, parameter: torch.nn.Parameter) -> bool:
@@ -207,7 +211,7 @@ class TrainStep:
         if self._retry is not None:
             self._retry.largest = max(map(num_rows, micro), default=1)
         self._key_randomness(batch, micro, zero)
-        return [self.state.placed.share(m) for m in micro], zero
+        return distinct([self.state.placed.share(m) for m in micro]), zero
 
     def _key_randomness(self, batch: Any, micro: list[Any], zero: tuple[bool, ...]) -> None:
         """Say which step it is, and which rows of it are here."""
@@ -267,7 +271,6 @@ class TrainStep:
     def _pipelined(self, micro: list[Any], zero: tuple[bool, ...]) -> list[Loss]:
         pipeline = self.state.placed.pipeline
         assert pipeline is not None
-        micro = distinct(micro)
         flags = {id(m): z for m, z in zip(micro, zero, strict=True)}
         seen: dict[int, Loss] = {}
 
@@ -281,12 +284,7 @@ class TrainStep:
 
     def _own(self, losses: list[Loss], micro: list[Any], zero: tuple[bool, ...]) -> Own:
         rows = sum(num_rows(m) for m, z in zip(micro, zero, strict=True) if not z) if self._scalar_mean else 0
-        return Own(losses, self.stop_requested, rows, self._scalar_mean, self._unused.here())
-
-    def _check_equal_rows(self, sums: Sums) -> None:
-        if sums.has_unequal_rows and not self._warned and self.state.mesh.is_first:
-            self._warned = True
-            tell_unequal_rows(stacklevel=5)
+        return Own(losses, self.stop_requested, rows, self._rates.own(), self._unused.here())
 
     def _update(self, grads: dict[str, torch.Tensor], joined: Joined, sums: Sums, start: float) -> StepMetrics:
         state, weight = self.state, sums.weight
@@ -301,7 +299,8 @@ class TrainStep:
         if self._witness is not None:
             self._witness.gradients(grads, factor)
         # too large a scale, or nothing that counts in the window, is no fault of the model or its data
-        excused = weight == 0 or (state.loss_scale is not None and math.isfinite(sums.loss))
+        scaled = state.loss_scale is not None and state.loss_scale.may_be_at_fault
+        excused = weight == 0 or (scaled and math.isfinite(sums.loss))
         cause = self._protection.judge(mean, norm, excused=excused and not finite) if self._protection else None
         makes_update = finite and cause is None
         if makes_update:

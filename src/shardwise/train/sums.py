@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.engines.carrier import Carrier
-from shardwise.parallel.mesh import GRADIENT_AXES
+from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.placed import Placed
+from shardwise.plan.plan import AXES
 from shardwise.train.loss import Loss
 
-_FLAG = 2.0**24
-"""More ranks than there are."""
+_MARK = 2.0
+"""More than one, which all sums are in a trace without values."""
 
 
 class Own(NamedTuple):
@@ -34,8 +35,8 @@ class Own(NamedTuple):
     """Its request to stop; 0 for none."""
     rows: int
     """Rows that count, where the loss is a plain mean; else 0."""
-    is_mean: bool
-    """The loss function returned a plain mean."""
+    rates: int
+    """What tells the learning rates from others; see `guards/rates.py`."""
     has_unused: bool
     """Some parameter of `fully_shard` has no gradient here."""
 
@@ -46,22 +47,31 @@ class Sums(NamedTuple):
     loss: float
     weight: float
     stop: float
+    unused: float
+    """`_MARK` of each rank that has a parameter of `fully_shard` without a gradient."""
     rows: float
-    rows_squared: float
-    num_means: float
-    """Ranks whose loss function returned a plain mean."""
+    rates: float
+    """Not zero where they differ between ranks with the same stages: each rank's is multiplied by its `weight_of`."""
     squares: float
     """Of the gradient, each element counted once."""
-    num_unused: float = 0.0
-    """Ranks that have a parameter of `fully_shard` without a gradient."""
 
     @property
-    def has_unequal_rows(self) -> bool:
-        """Whether ranks with unequal numbers of rows gave plain means."""
-        return bool(self.num_means) and self.rows**2 != self.num_means * self.rows_squared
+    def has_unused(self) -> bool:
+        """Some rank has such a parameter."""
+        return self.unused >= _MARK
 
 
-def tell_unequal_rows(stacklevel: int) -> None:
+def weight_of(mesh: Mesh) -> int:
+    """Of this rank in a sum that is zero where all ranks with the same stages of a pipeline give the same number."""
+    if mesh.world == 1 or dist.get_backend() == "fake":  # which sums nothing
+        return 0
+    place, count = 0, 1
+    for axis in (axis for axis in AXES if axis != "pp"):
+        place, count = place * mesh.size(axis) + mesh.index(axis), count * mesh.size(axis)
+    return place or -count * (count - 1) // 2
+
+
+def _tell_unequal_rows(stacklevel: int) -> None:
     """Warn of that."""
     with suppress(Warning):  # `-W error` does not end one rank, for which the others would wait
         warnings.warn(
@@ -84,6 +94,7 @@ class WorldSums:
         self._carrier = inner if isinstance(inner, Carrier) else None
         self._num_ranks = placed.mesh.num_gradient_ranks
         self._is_loss_rank = placed.mesh.index("tp") == 0
+        self._compared, self._is_told = weight_of(placed.mesh), False
         self._load: list[float] | None = None
         self._numbers: torch.Tensor | None = None
         self._work: dist.Work | None = None
@@ -113,6 +124,13 @@ class WorldSums:
 
     def finish(self, squares: torch.Tensor) -> Sums:
         """The sums, given this rank's sum of squares of the gradient: fp64, shape ()."""
+        sums = self._summed(squares)
+        if sums.rows and self._compared and not self._is_told and self.mesh.is_first:
+            self._is_told = True
+            _tell_unequal_rows(stacklevel=5)
+        return sums
+
+    def _summed(self, squares: torch.Tensor) -> Sums:
         if self._carrier is not None:
             self._load = None
             return Sums(*[*_gathered(self._carrier.unload(self._num_ranks)), float(squares)])
@@ -124,27 +142,24 @@ class WorldSums:
         else:
             sums = self.mesh.all_reduce_sum(torch.cat([self._numbers, squares]))
         self._numbers = self._work = None
-        loss, weight, stop, rows, rows_squared, flags, total = sums.tolist()
-        return Sums(loss, weight, stop, rows, rows_squared, flags % _FLAG, total, flags // _FLAG)
+        return Sums(*sums.tolist())
 
     def _values(self, own: Own) -> list[float]:
         losses = own.losses if self._is_loss_rank else []
         loss, weight = sum(float(x.sum) for x in losses), sum(float(x.weight) for x in losses)
-        return [loss, weight, own.stop, own.rows, own.rows**2, _flags(own)]
+        return [loss, weight, *self._rest(own)]
+
+    def _rest(self, own: Own) -> list[float]:
+        return [own.stop, _MARK * own.has_unused, self._compared * own.rows, self._compared * own.rates]
 
     def _tensor(self, own: Own) -> torch.Tensor:
         losses, device = own.losses if self._is_loss_rank else [], self.mesh.device
         if device.type == "cpu":  # plain numbers: a dozen small kernels less
             return torch.tensor(self._values(own), dtype=torch.float64)
-        rest = [own.stop, own.rows, own.rows**2, _flags(own)]
         zero = torch.zeros((), dtype=torch.float64, device=device)
         loss_ = sum((x.sum.double() for x in losses), zero)
         weight_ = sum((torch.as_tensor(x.weight, device=device).double() for x in losses), zero)
-        return torch.cat([torch.stack([loss_, weight_]), zero.new_tensor(rest)])
-
-
-def _flags(own: Own) -> float:
-    return own.is_mean + _FLAG * own.has_unused
+        return torch.cat([torch.stack([loss_, weight_]), zero.new_tensor(self._rest(own))])
 
 
 _DIGITS = 3

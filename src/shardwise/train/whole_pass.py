@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,11 +17,22 @@ from shardwise.parallel.together import come_together, how_many
 from shardwise.train.data.windows import Window, micro_batches_of
 from shardwise.train.followed.between import set_aside
 from shardwise.train.followed.drawn import compare_draws
-from shardwise.train.guards.agreement import check_rows
 from shardwise.train.guards.halving import communicating
+from shardwise.train.guards.rows import check_rows
 
 Function = Callable[[Any, Any], Any]
 """Of the model's output and the micro-batch."""
+
+
+class Place(NamedTuple):
+    """Where a micro-batch stands among all of a pass: sorted, their first rows are in order."""
+
+    first: int
+    """Position of its first row; of a script's own batches which of them it is a part of."""
+    rank: int = 0
+    part: int = 0
+    stride: int = 1
+    """Positions from one of its rows to the next: of a stream those between are other ranks'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +42,8 @@ class Pass:
     doing: str
     """The call, for messages."""
     function: Function
-    take: Callable[[Any, Any, bool, tuple[int, ...]], None]
-    """Of a result, its micro-batch, whether that is padding, and its place among all: sorted, they are in order."""
+    take: Callable[[Any, Any, bool, Place], None]
+    """Of a result, its micro-batch, whether that is padding, and its place among all."""
     number: Callable[[Any, Any], torch.Tensor]
     """A number of a result and its micro-batch, which a pipeline asks for."""
 
@@ -85,12 +96,12 @@ def check_several(windows: Iterable[Any], doing: str) -> None:
         )
 
 
-def _places(window: Any, number: int, rank: int, count: int) -> list[tuple[int, ...]]:
-    """Of each micro-batch: its first row's position, or which batch of a script's own it is a part of, and whose."""
+def _places(window: Any, number: int, rank: int, count: int) -> list[Place]:
+    """Of each micro-batch."""
     if not isinstance(window, Window):
-        return [(number, rank, i) for i in range(count)]
-    first = window.positions.start
-    return [(first + sum(window.rows[:i]),) for i in range(count)]
+        return [Place(number, rank, i) for i in range(count)]
+    first, stride = window.positions.start, window.positions.step
+    return [Place(first + stride * sum(window.rows[:i]), stride=stride) for i in range(count)]
 
 
 def _as_many(windows: Iterable[Any], placed: Placed, doing: str) -> Iterator[Any]:
@@ -117,11 +128,9 @@ def _as_many(windows: Iterable[Any], placed: Placed, doing: str) -> Iterator[Any
             held = how_many(mesh, is_here=window is not None)
 
 
-def _pipelined(
-    placed: Placed, micro: list[Any], zero: tuple[bool, ...], places: list[tuple[int, ...]], a_pass: Pass
-) -> None:
+def _pipelined(placed: Placed, micro: list[Any], zero: tuple[bool, ...], places: list[Place], a_pass: Pass) -> None:
     assert placed.pipeline is not None
-    results: dict[int, tuple[Any, Any, bool, tuple[int, ...]]] = {}
+    results: dict[int, tuple[Any, Any, bool, Place]] = {}
     micro = distinct(micro)
     known = {id(m): (z, place) for m, z, place in zip(micro, zero, places, strict=True)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -154,7 +155,7 @@ class _Sink(AbstractContextManager["_Sink"]):
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.parts: list[Tokens] = []
         self.path = stem.with_suffix(".tokens") if stem is not None else None
-        self._unfinished = stem.with_suffix(f".{os.getpid()}.part") if stem is not None else None
+        self._unfinished = _unfinished(stem) if stem is not None else None
         self._file: BinaryIO | None = self._unfinished.open("wb") if self._unfinished is not None else None
         self._hash = hashlib.sha256(f"{tokenizer.fingerprint} {self.dtype}".encode())
 
@@ -277,7 +278,7 @@ def _gather(corpus: Corpus, chosen: NDArray[np.bool_], stem: Path | None, part: 
         return np.concatenate(pieces)
     path = stem.with_name(f"{stem.name}.{part}.tokens")
     if not path.exists():
-        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        unfinished = _unfinished(path)
         with unfinished.open("wb") as out:
             for piece in pieces:
                 for start in range(0, piece.size, _COPY_TOKENS):
@@ -293,6 +294,11 @@ def _cache_key(files: list[SourceFile], tokenizer: Tokenizer, text_field: str, m
         stat = file.path.stat()
         key.update(f"{file.path.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
     return key.hexdigest()[:24]
+
+
+def _unfinished(path: Path) -> Path:
+    """A name of this writer's own beside it: processes of several containers may have the same number."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
 
 
 def _make_folder(folder: Path) -> None:
@@ -314,7 +320,7 @@ def _save_index(stem: Path, corpus: Corpus) -> None:
         "fingerprint": corpus.fingerprint,
         "skipped": [[skipped.name, skipped.reason] for skipped in corpus.skipped],
     }
-    unfinished = stem.with_suffix(f".{os.getpid()}.index")
+    unfinished = _unfinished(stem)
     unfinished.write_text(json.dumps(index))
     os.replace(unfinished, stem.with_suffix(".json"))
 

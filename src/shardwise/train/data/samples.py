@@ -17,9 +17,12 @@ from shardwise.parallel.inputs import as_dict
 from shardwise.train.data.keyed import Key, KeyedDataset, WorkerInit
 from shardwise.train.data.loader_options import Collate, LoaderOptions
 from shardwise.train.data.order import SampleOrder
+from shardwise.train.data.told import told
 from shardwise.train.data.windows import Layout, Window, WindowSpec, divide, shares
 
 MICRO_BATCH_TYPES = (torch.Tensor, dict, tuple, list)
+LOOKS = 3
+"""Samples that ranks compare, in the first window of a process."""
 BLOCK_ROWS = 4096
 """Rows whose order is computed at once: about a millisecond, and 32 KiB."""
 
@@ -79,6 +82,7 @@ class MicroBatchSampler:
 
     def __iter__(self) -> Iterator[list[Key]]:
         """One list of keys per micro-batch."""
+        yield from self.source.keys_looked_at(self.start[1])
         for rows in self.source.plan(*self.start):
             yield from rows.key_lists()
 
@@ -102,6 +106,8 @@ class SampleWindows:
         self._sampler = MicroBatchSampler(self)
         self._workers = self._make_workers(pin) if options.workers else None
         self._excluded = self._substitutes = np.empty(0, dtype=np.int64)
+        self.looks: tuple[int, list[int]] | None = None
+        """Where the first window began, and what tells samples of it, each read twice; None: none was read for that."""
 
     def exclude(self, samples: NDArray[np.int64]) -> None:
         """Feed another sample in place of each of these too.
@@ -137,6 +143,9 @@ class SampleWindows:
     def windows(self, step: int, position: int) -> Iterator[Window]:
         """Windows from `step` on, whose first row stands at `position` of the endless run of epochs."""
         read = self._read_ahead(step, position) if self._workers is not None else None
+        if keys := self.keys_looked_at(position):
+            looked = [self._dataset.__getitems__(each) if read is None else next(read) for each in keys]
+            self.looks = position, [told(each) for each in looked]
         for rows in self.plan(step, position):
             layout = rows.layout
             if read is None:
@@ -153,6 +162,13 @@ class SampleWindows:
                 positions=range(begin, begin + layout.rows),
                 indices=rows.own,
             )
+
+    def keys_looked_at(self, position: int) -> list[list[Key]]:
+        """Rows of the first window, the same on every rank, which each reads: in its worker, where it has some."""
+        if self.looks is not None or self.spec.ranks == 1 or self.spec.split:
+            return []
+        places = position + (self.spec.global_size - 1) * np.arange(LOOKS, dtype=np.int64) // max(1, LOOKS - 1)
+        return [[key] for key in zip(places.tolist(), self.take(places).tolist(), strict=True) for _ in range(2)]
 
     def num_windows(self, position: int) -> int:
         """Windows from a position to the end of the last epoch."""

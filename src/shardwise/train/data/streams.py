@@ -9,26 +9,22 @@ when it is read again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwise.checkpoint.layout import numpy_bytes
 from shardwise.errors import ConfigError, DataError
-from shardwise.model.nested import leaves
 from shardwise.parallel.mesh import DATA_AXES
 from shardwise.train.data.keyed import OwnGenerators, same_generators, seed_generators
 from shardwise.train.data.loader_options import Collate, LoaderOptions
 from shardwise.train.data.samples import CheckedCollate, own_generator
+from shardwise.train.data.told import told
 from shardwise.train.data.windows import DataMesh, Window, WindowSpec, divide, shares
-from shardwise.train.exchange import digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +71,10 @@ class StreamReader(IterableDataset[Stretch]):
             with generators.inside():
                 for total, sample in enumerate(islice(stream, wanted), start=1):
                     if total == 1:
-                        spare, first = [sample], _told(sample) if ranks > 1 else 0
+                        spare, first = [sample], told(sample) if ranks > 1 else 0
                     if (total - 1) % ranks == rank:
                         own.append(sample)
             yield Stretch(own=own, spare=spare, total=total, first=first)
-
-
-def _told(sample: Any) -> int:
-    """56 bits of a sample: equal where its numbers and texts are."""
-    return digest(_word(leaf) for _, leaf in leaves(sample))
-
-
-def _word(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        return str(leaf.dtype), tuple(leaf.shape), hashlib.blake2b(numpy_bytes(leaf)).hexdigest()
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biuf":
-        return str(leaf.dtype), leaf.shape, hashlib.blake2b(leaf.tobytes()).hexdigest()
-    return leaf if isinstance(leaf, str | bytes | int | float) else type(leaf).__name__
 
 
 class StreamWindows:
@@ -119,6 +102,34 @@ class StreamWindows:
         self._is_begun = True
         reader = StreamReader(self._dataset, self._spec, self._options, (step, position))
         return stream_windows(reader, self._mesh, self._collate, own_generator(self._options.seed))
+
+
+def check_stream(spec: WindowSpec, options: LoaderOptions) -> None:
+    """Refuse dials that a stream cannot have.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    if options.shuffle:
+        raise ConfigError(
+            "loader: shuffle=True with an iterable data set, whose order is its own; needed: __len__ and __getitem__; "
+            "shuffle inside the data set, or leave the option out"
+        )
+    if options.workers > 1:
+        raise ConfigError(
+            f"loader: workers={options.workers} with an iterable data set: each would read the whole stream; needed: "
+            "0 or 1 (which reads ahead); use workers=1, or a data set with __len__ and __getitem__"
+        )
+    if options.persistent_workers:
+        raise ConfigError(
+            "loader: persistent_workers with an iterable data set, which is read again from its start when moved; "
+            "needed: a data set with a length; leave persistent_workers out"
+        )
+    if options.sharded and spec.global_size < spec.ranks:
+        raise ConfigError(
+            f"loader: {spec.global_size} rows per step for {spec.ranks} data ranks with a stream each (sharded=True); "
+            f"needed: at least {spec.ranks}, one from each; raise the global batch"
+        )
 
 
 def _is_restarted(dataset: Iterable[Any]) -> bool:

@@ -21,13 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
 from shardwise.findings import shown
-from shardwise.model.nested import leaves
 from shardwise.parallel.history import Operation
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.reruns import numbers_in
 from shardwise.train.batches import Batches
-from shardwise.train.data.windows import Window
 from shardwise.train.exchange import by_value, digest, gathered, listed
 from shardwise.train.followed.drawn import Draws
 from shardwise.train.guards.held import HeldParameters
@@ -94,8 +92,8 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     if mesh.world == 1:
         return
     own = Facts(mesh.index("pp"), dict(_of_all(state, options, loss_fn)), dict(_of_place(state)))
-    if everyones := _exchanged(own, mesh):
-        raise ReplicaError(f"before step {state.step + 1}: {_difference(everyones)}; {_ALIKE}")
+    if everyones := exchanged(own, mesh):
+        raise ReplicaError(f"before step {state.step + 1}: {difference(everyones)}; {_ALIKE}")
     if mesh.size("pp") > 1:
         state.placed = state.placed.with_(after_step=(*state.placed.after_step, Draws(mesh)))
     if mesh.num_gradient_ranks > 1:
@@ -105,39 +103,7 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
         state.placed = state.placed.with_(after_step=(*after, *updates))
 
 
-def check_rows(batch: Any, mesh: Mesh, where: str = "the first step") -> None:
-    """Compare what a script gave its ranks: those along `pp`, `tp` and `cp` work on the same rows, others do not.
-
-    A sampler that divides by all ranks gives each other ones: inputs of one sample would meet labels of another. Where
-    nobody divides, each row is trained on as often as there are data ranks, which is a warning.
-
-    Args:
-        batch: of the first step; windows of the loader are right by construction.
-        mesh: all ranks.
-        where: it is given, for the messages.
-
-    Raises:
-        ReplicaError: on all ranks: they differ where they must not.
-
-    Cost: a pass over the batch, two all-gathers of three numbers.
-    """
-    if isinstance(batch, Window) or mesh.world == 1:
-        return
-    tensors = {path: leaf for path, leaf in leaves(batch) if type(leaf) is torch.Tensor and not leaf.is_meta}
-    given = {
-        f"the batch's {'.'.join(map(str, path)) or 'tensor'}": f"{tuple(tensor.shape)} {checksum(tensor):x}"
-        for path, tensor in tensors.items()
-        if tensor.layout == torch.strided and tensor.numel()
-    }
-    if everyones := _exchanged(own := Facts(mesh.batch.rank, {}, given), mesh):
-        raise ReplicaError(f"{where}: {_difference(everyones)}; {_ROWS}")
-    rows = {tuple(rank[0][1:]) for rank in gathered([own.digests()], mesh)}
-    if mesh.batch.size > 1 and len(rows) == 1 and given and mesh.is_first:
-        with suppress(Warning):  # `-W error` does not end a run that may be meant so
-            warnings.warn(f"{where}: {_SAME_ROWS.format(ranks=mesh.batch.size)}", stacklevel=4)
-
-
-def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
+def exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
     """What everybody has, where digests differ; nothing where they do not."""
     rows = [tuple(rank[0]) for rank in gathered([own.digests()], mesh)]
     if len({of_all for _, of_all, _ in rows}) == 1 and len(set(rows)) == len({place for place, _, _ in rows}):
@@ -168,9 +134,9 @@ class _Writes:
         written = {name: found for name, found in _sums_of_buffers(placed).items() if before.get(name) != found}
         of_place = {f"buffer {name}": f"{found:x}" for name, found in written.items()}
         place = placed.mesh.index("pp") * placed.mesh.size("tp") + placed.mesh.index("tp")
-        if not (everyones := _exchanged(Facts(place, {}, of_place), placed.mesh)):
+        if not (everyones := exchanged(Facts(place, {}, of_place), placed.mesh)):
             return
-        said = f"{_difference(everyones)}, as forward wrote it; {_SUMMED}"
+        said = f"{difference(everyones)}, as forward wrote it; {_SUMMED}"
         if self._steps == 1:
             raise ReplicaError(f"the first step: {said}")
         self._is_told = True
@@ -346,22 +312,13 @@ _UPDATED = (
     "after the first update; needed: the same update on every rank; let what the optimizer draws follow from the step "
     "and the parameter (a generator seeded by them), not from the rank, and no forward write into it of a rank's rows"
 )
-_ROWS = (
-    "these ranks work on the same rows, each on a part of the model or of a sequence; needed: rows by data rank, as "
-    "sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank), and "
-    "what is drawn for a batch drawn alike"
-)
-_SAME_ROWS = (
-    "all {ranks} data ranks were given the same rows, each of which counts {ranks} times; needed: a part for "
-    "each, as sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank)"
-)
 _SUMMED = (
     "needed: what one process with all rows has; sum over ranks what it is made of (mesh.all_reduce_sum), or keep it "
     "out of the state: register_buffer(..., persistent=False)"
 )
 
 
-def _difference(everyones: list[Facts]) -> str:
+def difference(everyones: list[Facts]) -> str:
     """Which things differ, and who has what of the first one: the same text on every rank."""
     everybody = range(len(everyones))
     found = list(_differing(everybody, lambda rank: everyones[rank].of_all))

@@ -15,10 +15,10 @@ from shardwise.findings import nearest
 from shardwise.model.rules import MAX_SHOWN
 from shardwise.parallel.placed import Placed
 from shardwise.train.updates.groups import matches
-from shardwise.train.updates.optim import NamedOptimizer
+from shardwise.train.updates.optim import NamedOptimizer, name_optimizer
 from shardwise.train.updates.state_values import Kind, same_forms
 
-Factory = Callable[[Placed], NamedOptimizer]
+Factory = Callable[[Placed], NamedOptimizer | torch.optim.Optimizer]
 
 
 class SeveralOptimizers(NamedOptimizer):
@@ -99,10 +99,11 @@ def several(placed: Placed, parts: Mapping[str, Factory]) -> NamedOptimizer:
     Args:
         placed: from `apply`.
         parts: shell-style pattern over original names (`*` crosses dots) -> a function of a placed model that makes the
-            optimizer of the parameters it sees. The first pattern that matches takes a parameter.
+            optimizer of the parameters it sees, one of torch over its `parameters()` too. The first pattern that
+            matches takes a parameter.
 
     Raises:
-        UsageError: no parts, or what a function gives is no optimizer of this library.
+        UsageError: no parts, or what a function gives is no optimizer.
         ModelError: a pattern that takes nothing on any pipeline stage, or a trainable parameter that none takes, all
             listed.
 
@@ -126,13 +127,18 @@ def several(placed: Placed, parts: Mapping[str, Factory]) -> NamedOptimizer:
             "a pattern for the rest, as '*'"
         )
     _check_taken(placed, taken)
-    made = {pattern: parts[pattern](replace(placed, trains=names)) for pattern, names in taken.items() if names}
-    for pattern, optimizer in made.items():
-        if not isinstance(optimizer, NamedOptimizer):
+    made: dict[str, NamedOptimizer] = {}
+    for pattern, names in taken.items():
+        if not names:
+            continue
+        part = replace(placed, trains=names)
+        optimizer = parts[pattern](part)
+        if not isinstance(optimizer, NamedOptimizer | torch.optim.Optimizer):
             raise UsageError(
-                f"several: the function of {pattern!r} gave {type(optimizer).__name__}, needed an optimizer of "
-                "shardwise; write lambda p: adamw(p, 3e-4), or name_optimizer(torch_optimizer, p)"
+                f"several: the function of {pattern!r} gave {type(optimizer).__name__}, needed an optimizer; write "
+                "lambda p: adamw(p, 3e-4), or lambda p: torch.optim.SGD(p.parameters(), lr=0.1)"
             )
+        made[pattern] = name_optimizer(optimizer, part)
     return SeveralOptimizers(made)
 
 
