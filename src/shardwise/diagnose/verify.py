@@ -161,23 +161,33 @@ class Verifier:
         truth = self._record(alone, request)
         if isinstance(truth, Failed):
             return truth
+        batch_norm = truth.first.record["batch_norm"]
+        base = self._from_itself(alone, truth, request, together=batch_norm)
+        if batch_norm or isinstance(base, Failed) or not base.order_matters:
+            return base
+        kept = self._from_itself(alone, truth, request, together=True)
+        if isinstance(kept, Failed) or kept.order_matters:  # it draws, say: nothing of it can be measured
+            return base
+        return replace(kept, order_matters=True)
+
+    def _from_itself(self, alone: Plan, truth: Trace, request: Request, *, together: bool) -> Baseline | Failed:
+        """How far one process is from itself, with its rows in other micro-batches or, `together`, in the same ones."""
         rows = len(truth.first.steps[0]["rows"])
         others = []
         for threads, parts in enumerate(SHUFFLED, 1):
-            grouped = truth.first.record["batch_norm"]
             shuffled = Request(
                 steps=request.steps,
-                micro_batches=(request.micro_batches or 1) if grouped else min(parts, rows),
+                micro_batches=(request.micro_batches or 1) if together else min(parts, rows),
                 ranks=request.ranks,
                 shuffle=True,
-                within=grouped,
+                within=together,
                 rounding=_eps(self.options),
             )
             other = self._record(alone, shuffled, threads=threads)
             if isinstance(other, Failed):
                 return other
             others.append(other)
-        return _baseline(alone, truth, others, self.options)
+        return _baseline(alone, truth, others, self.options, together=together)
 
     def _record(self, plan: Plan, request: Request, *, threads: int = 1) -> Trace | Failed:
         self._runs += 1
@@ -219,7 +229,7 @@ def _eps(options: Options) -> float:
     return torch.finfo(torch.float64 if options.dtype == "fp64" else torch.float32).eps
 
 
-def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options) -> Baseline | Failed:
+def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options, *, together: bool) -> Baseline | Failed:
     steps = min(trace.num_steps for trace in (truth, *others))
     eps = _eps(options)
     for other in others:
@@ -247,10 +257,11 @@ def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options) -
             f"another {what} ({moved:.1e}), which is no rounding"
         )
         return Baseline(plan=plan, truth=truth, tolerances=Tolerances(eps=eps), order_matters=True, how=how)
+    parts = "within micro-batches, that are kept together" if together else "and in other micro-batches"
     how = (
         f"{FACTOR} x what one process differs from itself by, per tensor (at least the 90th percentile of its kind and "
-        f"{ULPS} roundings), in {len(others)} runs with rows shuffled, other micro-batches and other threads, and "
-        "gradients moved by a rounding"
+        f"{ULPS} roundings), in {len(others)} runs with rows shuffled {parts}, other threads, and gradients moved by a "
+        "rounding"
     )
     measured = tolerances(truth, others, steps, eps)
     return Baseline(plan=plan, truth=truth, tolerances=measured, order_matters=False, how=how)
@@ -264,12 +275,19 @@ def _judge(plan: Plan, mine: Trace, base: Baseline, draft: Report, asked: int) -
     over = [d for d in found if not d.value <= base.tolerances.of(d)]
     copies = list(mine.copies_that_differ(facts.copy_tolerance(plan.precision)))
     step = facts.first_step((mine, base.truth), over)
-    disagree = any(not _agree(mine, s) or facts.rows_differ(mine, base.truth, s) for s in range(1, steps + 1))
+    others = [facts.rows_of_other_contents(mine, base.truth, s) for s in range(1, steps + 1)]
+    disagree = any(
+        not _agree(mine, s) or (facts.rows_differ(mine, base.truth, s) and not other)
+        for s, other in enumerate(others, 1)
+    )
     if steps < asked:
         draft = replace(draft, notes=(*draft.notes, f"the script ended after {steps} of {asked} steps"))
     draft = replace(draft, verdict="proven", steps=steps, rows=tuple(row for row in rows if row.count))
     if not (over or copies or disagree or facts.names_differ(mine, base.truth, step)):
-        return draft
+        if not any(others):
+            return draft
+        said = f"up to {max(others)} rows of a step are not those of one process bit by bit (computed, or padded)"
+        return replace(draft, notes=(*draft.notes, f"{said}; nothing that is compared depends on it"))
     evidence = facts.gather(plan, (mine, base.truth), over, order_matters=base.order_matters)
     backward = facts.first_in_backward(base.truth, step, evidence.grads)
     return replace(
