@@ -475,3 +475,48 @@ def test_rounding_is_measured_where_a_loss_compares_rows_with_each_other(verify,
     report = verify(script, "dp2")
     assert report.proven, str(report)
     assert "kept together" in report.how
+
+
+BAGS = """
+import sys
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+ROWS = [(torch.arange(1 + i % 4) * 7 % 50, float(i % 3)) for i in range(32)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(50, 8, mode="sum"), nn.Linear(8, 1)
+
+    def forward(self, words, starts):
+        return self.head(self.words(words, starts)).squeeze(1)
+
+
+def collate(rows):
+    lengths = torch.tensor([0, *(len(words) for words, _ in rows[:-1])])
+    wanted = torch.tensor([y for _, y in rows])
+    return {"wanted": wanted, "starts": lengths.cumsum(0), "words": torch.cat([words for words, _ in rows])}
+
+
+plan = sw.Plan.load(sys.argv[1])
+with sw.open_mesh(plan) as mesh:
+    placed = sw.apply(Net, plan, mesh, seed=1)
+    data = sw.loader(ROWS, plan.batch, mesh, global_size=8, seed=1, collate=collate)
+    state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), data)
+    for _ in sw.steps(state, lambda out, batch: sw.mean_over((out - batch["wanted"]).square()), until=2):
+        pass
+"""
+
+
+def test_rows_that_cannot_be_regrouped_are_left_as_they_come(verify, tmp_path) -> None:
+    """Words of all rows in one tensor, and where each row's begin: the script runs, and no dim of it is the rows."""
+    script = tmp_path / "bags.py"
+    script.write_text(BAGS)
+    report = verify(script, "dp2 / mb2")
+    assert report.proven, str(report)
+    assert "as they come" in report.how

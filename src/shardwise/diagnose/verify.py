@@ -48,6 +48,14 @@ RANDOM_ABOVE = {"fp64": 1e-9, "fp32": 1e-4}
 SHUFFLED = (8, 3)
 """Micro-batches of the two shuffled runs, as far as there are rows."""
 
+Rows = Literal["regrouped", "together", "as they come"]
+ROWS: dict[Rows, str] = {
+    "regrouped": "rows shuffled and in other micro-batches",
+    "together": "rows shuffled within micro-batches, that are kept together",
+    "as they come": "rows as they come (batches that cannot be cut by rows, so that nobody knows which were read)",
+}
+"""What one process does with its rows where it is compared with itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -162,32 +170,32 @@ class Verifier:
         if isinstance(truth, Failed):
             return truth
         batch_norm = truth.first.record["batch_norm"]
-        base = self._from_itself(alone, truth, request, together=batch_norm)
-        if batch_norm or isinstance(base, Failed) or not base.order_matters:
+        base = self._from_itself(alone, truth, request, "together" if batch_norm else "regrouped")
+        if isinstance(base, Failed):  # words of all rows in one tensor, say
+            kept = self._from_itself(alone, truth, request, "as they come")
+            return base if isinstance(kept, Failed) else replace(kept, truth=replace(truth, rows_tell=False))
+        if batch_norm or not base.order_matters:
             return base
-        kept = self._from_itself(alone, truth, request, together=True)
+        kept = self._from_itself(alone, truth, request, "together")
         if isinstance(kept, Failed) or kept.order_matters:  # it draws, say: nothing of it can be measured
             return base
         return replace(kept, order_matters=True)
 
-    def _from_itself(self, alone: Plan, truth: Trace, request: Request, *, together: bool) -> Baseline | Failed:
-        """How far one process is from itself, with its rows in other micro-batches or, `together`, in the same ones."""
-        rows = len(truth.first.steps[0]["rows"])
+    def _from_itself(self, alone: Plan, truth: Trace, request: Request, rows: Rows) -> Baseline | Failed:
+        """How far one process is from itself, on other threads and with its gradients moved by a rounding."""
         others = []
         for threads, parts in enumerate(SHUFFLED, 1):
-            shuffled = Request(
-                steps=request.steps,
-                micro_batches=(request.micro_batches or 1) if together else min(parts, rows),
-                ranks=request.ranks,
-                shuffle=True,
-                within=together,
-                rounding=_eps(self.options),
-            )
-            other = self._record(alone, shuffled, threads=threads)
-            if isinstance(other, Failed):
-                return other
-            others.append(other)
-        return _baseline(alone, truth, others, self.options, together=together)
+            other = replace(request, rounding=_eps(self.options))
+            if rows == "regrouped":
+                parts = min(parts, len(truth.first.steps[0]["rows"]))
+                other = replace(other, shuffle=True, micro_batches=parts)
+            elif rows == "together":
+                other = replace(other, shuffle=True, micro_batches=request.micro_batches or 1, within=True)
+            trace = self._record(alone, other, threads=threads)
+            if isinstance(trace, Failed):
+                return trace
+            others.append(trace)
+        return _baseline(alone, truth, others, self.options, rows)
 
     def _record(self, plan: Plan, request: Request, *, threads: int = 1) -> Trace | Failed:
         self._runs += 1
@@ -229,7 +237,7 @@ def _eps(options: Options) -> float:
     return torch.finfo(torch.float64 if options.dtype == "fp64" else torch.float32).eps
 
 
-def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options, *, together: bool) -> Baseline | Failed:
+def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options, rows: Rows) -> Baseline | Failed:
     steps = min(trace.num_steps for trace in (truth, *others))
     eps = _eps(options)
     for other in others:
@@ -257,10 +265,9 @@ def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options, *
             f"another {what} ({moved:.1e}), which is no rounding"
         )
         return Baseline(plan=plan, truth=truth, tolerances=Tolerances(eps=eps), order_matters=True, how=how)
-    parts = "within micro-batches, that are kept together" if together else "and in other micro-batches"
     how = (
         f"{FACTOR} x what one process differs from itself by, per tensor (at least the 90th percentile of its kind and "
-        f"{ULPS} roundings), in {len(others)} runs with rows shuffled {parts}, other threads, and gradients moved by a "
+        f"{ULPS} roundings), in {len(others)} runs with {ROWS[rows]}, other threads, and gradients moved by a "
         "rounding"
     )
     measured = tolerances(truth, others, steps, eps)
