@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from shardwise.cli.options.planning import question
@@ -72,9 +72,8 @@ def plan_picture(space: Space, plan: Plan) -> str:
         ),
         ("One step", step_picture(found, chosen), kinds),
     ):
-        drawn = (
-            re.sub("<title>.*?</title>", "", drawn.partition("</svg>")[0]) + "</svg>"
-        )  # of an image nobody sees them
+        drawn, _, note = drawn.partition("</svg>")
+        drawn = re.sub("<title>.*?</title>", "", drawn) + "</svg>"  # of an image nobody sees them
         height = int(drawn.split('viewBox="0 0 960 ')[1].split('"')[0])
         y += 46
         sheet.append(_words(8, y, head, "head"))
@@ -87,6 +86,9 @@ def plan_picture(space: Space, plan: Plan) -> str:
             )
         sheet.append(drawn.replace("<svg ", f'<svg x="0" y="{y + 12}" width="960" height="{height}" ', 1))
         y += height
+        if head.startswith("The mesh"):  # what its colours mean
+            y += 22
+            sheet.append(_words(8, y, unescape(re.sub("<.*?>", "", note)), "soft"))
     size = f'viewBox="0 0 960 {y + 12}" width="960" height="{y + 12}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><title>{plan}</title><style>{STYLE}</style>'
     return f"{head}{''.join(sheet)}</svg>\n"

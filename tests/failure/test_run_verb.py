@@ -106,6 +106,13 @@ def test_a_rank_that_raises_ends_all_and_its_message_is_printed_once(tmp_path: P
     assert time.monotonic() - begun < 45  # the others would sleep for 60
 
 
+def test_a_script_that_does_not_compile_shows_its_line_and_none_of_ours(tmp_path: Path) -> None:
+    code, _, err = finish(start(tmp_path, "print('high tide'\n", "--nproc", "2"))
+    assert code == ExitCode.RANK_FAILED
+    assert 'script.py", line 1' in err and "'(' was never closed" in err
+    assert "entry.py" not in err and "runpy" not in err
+
+
 def test_an_error_of_ours_keeps_its_exit_code_and_has_no_traceback(tmp_path: Path) -> None:
     death = "from shardwise.errors import DataError; raise DataError('data file x: empty')"
     code, _, err = finish(start(tmp_path, ONE_DIES.format(death=death), "--nproc", "2"))

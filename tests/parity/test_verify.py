@@ -372,3 +372,151 @@ def test_a_device_that_is_not_there_is_refused(verify) -> None:
     report = verify(SCRIPT, "dp2", options=Options(device="cuda", steps=1))
     there = torch.cuda.device_count() > 1
     assert report.proven if there else report.findings[0].id in ("verify.device", "verify.launch-error"), str(report)
+
+
+RAGGED = """
+import sys
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+ROWS = [(torch.arange(4 + i % 5) * (i + 1)) % 50 + 3 for i in range(32)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(60, 16), nn.Linear(16, 60)
+
+    def forward(self, ids):
+        return self.head(self.words(ids))
+
+
+def collate(rows):
+    ended = [torch.cat([torch.tensor([1]), row, torch.tensor([2])]) for row in rows]
+    ids = nn.utils.rnn.pad_sequence(ended, batch_first=True)
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:].masked_fill(ids[:, 1:] == 0, -100)}
+
+
+plan = sw.Plan.load(sys.argv[1])
+with sw.open_mesh(plan) as mesh:
+    placed = sw.apply(Net, plan, mesh, seed=1)
+    data = sw.loader(ROWS, plan.batch, mesh, global_size=8, seed=1, collate=collate)
+    state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), data)
+    for _ in sw.steps(state, lambda logits, batch: sw.token_cross_entropy(logits, batch["labels"]), until=2):
+        pass
+"""
+
+
+def test_rows_that_differ_in_what_nothing_depends_on_are_noted_and_no_difference(verify, tmp_path) -> None:
+    """The longest row of a micro-batch loses its last token where inputs are all but the last: an end, or padding."""
+    script = tmp_path / "ragged.py"
+    script.write_text(RAGGED)
+    report = verify(script, "fsdp2 / mb2")
+    assert report.proven, str(report)
+    assert any("nothing that is compared depends on" in note for note in report.notes), report.notes
+
+
+CONTRAST = """
+import sys
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.block = nn.Embedding(50, 16), nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+
+    def forward(self, ids):
+        return nn.functional.normalize(self.block(self.words(ids)).mean(1), dim=-1)
+
+
+class AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, mesh):
+        ctx.mesh, ctx.mine = mesh, slice(mesh.batch.rank * len(rows), (mesh.batch.rank + 1) * len(rows))
+        whole = rows.new_zeros(mesh.batch.size * len(rows), *rows.shape[1:])
+        whole[ctx.mine] = rows
+        return mesh.all_reduce_sum(whole, "dp_replicate", "dp_shard")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.mesh.all_reduce_sum(gradient.clone(), "dp_replicate", "dp_shard")[ctx.mine], None
+
+
+plan = sw.Plan.load(sys.argv[1])
+draw = torch.Generator().manual_seed(0)
+rows = [{"ids": torch.randint(0, 50, (6,), generator=draw), "twin": torch.randn(16, generator=draw)} for _ in range(32)]
+with sw.open_mesh(plan) as mesh:
+
+    def loss_fn(own, batch):
+        target = torch.arange(len(own)) + mesh.batch.rank * len(own)
+        alike = batch["twin"].to(own.dtype) @ AllRows.apply(own, mesh).T
+        return sw.mean_over(nn.functional.cross_entropy(5 * alike, target, reduction="none"))
+
+    placed = sw.apply(Net, plan, mesh, seed=1)
+    data = sw.loader(rows, plan.batch, mesh, global_size=16, seed=1)
+    state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), data)
+    for _ in sw.steps(state, loss_fn, until=2):
+        pass
+"""
+
+
+def test_rounding_is_measured_where_a_loss_compares_rows_with_each_other(verify, tmp_path) -> None:
+    """The gradient of the keys' bias is nothing but rounding, and AdamW makes a step of it."""
+    script = tmp_path / "contrast.py"
+    script.write_text(CONTRAST)
+    report = verify(script, "dp2")
+    assert report.proven, str(report)
+    assert "kept together" in report.how
+
+
+BAGS = """
+import sys
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+ROWS = [(torch.arange(1 + i % 4) * 7 % 50, float(i % 3)) for i in range(32)]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(50, 8, mode="sum"), nn.Linear(8, 1)
+
+    def forward(self, words, starts):
+        return self.head(self.words(words, starts)).squeeze(1)
+
+
+def collate(rows):
+    lengths = torch.tensor([0, *(len(words) for words, _ in rows[:-1])])
+    wanted = torch.tensor([y for _, y in rows])
+    return {"wanted": wanted, "starts": lengths.cumsum(0), "words": torch.cat([words for words, _ in rows])}
+
+
+plan = sw.Plan.load(sys.argv[1])
+with sw.open_mesh(plan) as mesh:
+    placed = sw.apply(Net, plan, mesh, seed=1)
+    data = sw.loader(ROWS, plan.batch, mesh, global_size=8, seed=1, collate=collate)
+    state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), data)
+    for _ in sw.steps(state, lambda out, batch: sw.mean_over((out - batch["wanted"]).square()), until=2):
+        pass
+"""
+
+
+def test_rows_that_cannot_be_regrouped_are_left_as_they_come(verify, tmp_path) -> None:
+    """Words of all rows in one tensor, and where each row's begin: the script runs, and no dim of it is the rows."""
+    script = tmp_path / "bags.py"
+    script.write_text(BAGS)
+    report = verify(script, "dp2 / mb2")
+    assert report.proven, str(report)
+    assert "as they come" in report.how

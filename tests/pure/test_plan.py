@@ -117,6 +117,11 @@ def test_a_missing_file_or_place_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(ConfigError, match="cannot be read"):
         Plan.load(tmp_path / "folder.toml")
+    with pytest.raises(ConfigError, match="it is a folder; needed a plan file, whose name ends in .toml or .json"):
+        Plan.load(str(tmp_path))
+    (tmp_path / "plan.txt").touch()
+    with pytest.raises(ConfigError, match="it is a file of another kind; needed a plan file"):
+        Plan.load(str(tmp_path / "plan.txt"))
     with pytest.raises(ConfigError, match="cannot be written"):
         Plan().save(tmp_path / "nowhere" / "plan.toml")
     with pytest.raises(ConfigError, match="needed .toml or .json"):

@@ -305,13 +305,11 @@ def _append(path: Path, event: str, **facts: Any) -> None:
 
 
 def _plan(word: str) -> Plan:
+    if word.endswith(".py"):
+        raise PlanError(f"{word} stands where the plan does; the script is first: shardwise run {word} dp2")
     try:
         return Plan.load(word)
     except PlanError as error:
-        if word.endswith(".py"):
-            raise PlanError(
-                f"{word} stands where the plan does; the script is first: shardwise run {word} dp2"
-            ) from None
         raise PlanError(f"{error}\nwords for the script that are no plan stand after `--`") from None
 
 

@@ -48,6 +48,14 @@ RANDOM_ABOVE = {"fp64": 1e-9, "fp32": 1e-4}
 SHUFFLED = (8, 3)
 """Micro-batches of the two shuffled runs, as far as there are rows."""
 
+Rows = Literal["regrouped", "together", "as they come"]
+ROWS: dict[Rows, str] = {
+    "regrouped": "rows shuffled and in other micro-batches",
+    "together": "rows shuffled within micro-batches, that are kept together",
+    "as they come": "rows as they come (batches that cannot be cut by rows, so that nobody knows which were read)",
+}
+"""What one process does with its rows where it is compared with itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -161,23 +169,33 @@ class Verifier:
         truth = self._record(alone, request)
         if isinstance(truth, Failed):
             return truth
-        rows = len(truth.first.steps[0]["rows"])
+        batch_norm = truth.first.record["batch_norm"]
+        base = self._from_itself(alone, truth, request, "together" if batch_norm else "regrouped")
+        if isinstance(base, Failed):  # words of all rows in one tensor, say
+            kept = self._from_itself(alone, truth, request, "as they come")
+            return base if isinstance(kept, Failed) else replace(kept, truth=replace(truth, rows_tell=False))
+        if batch_norm or not base.order_matters:
+            return base
+        kept = self._from_itself(alone, truth, request, "together")
+        if isinstance(kept, Failed) or kept.order_matters:  # it draws, say: nothing of it can be measured
+            return base
+        return replace(kept, order_matters=True)
+
+    def _from_itself(self, alone: Plan, truth: Trace, request: Request, rows: Rows) -> Baseline | Failed:
+        """How far one process is from itself, on other threads and with its gradients moved by a rounding."""
         others = []
         for threads, parts in enumerate(SHUFFLED, 1):
-            grouped = truth.first.record["batch_norm"]
-            shuffled = Request(
-                steps=request.steps,
-                micro_batches=(request.micro_batches or 1) if grouped else min(parts, rows),
-                ranks=request.ranks,
-                shuffle=True,
-                within=grouped,
-                rounding=_eps(self.options),
-            )
-            other = self._record(alone, shuffled, threads=threads)
-            if isinstance(other, Failed):
-                return other
-            others.append(other)
-        return _baseline(alone, truth, others, self.options)
+            other = replace(request, rounding=_eps(self.options))
+            if rows == "regrouped":
+                parts = min(parts, len(truth.first.steps[0]["rows"]))
+                other = replace(other, shuffle=True, micro_batches=parts)
+            elif rows == "together":
+                other = replace(other, shuffle=True, micro_batches=request.micro_batches or 1, within=True)
+            trace = self._record(alone, other, threads=threads)
+            if isinstance(trace, Failed):
+                return trace
+            others.append(trace)
+        return _baseline(alone, truth, others, self.options, rows)
 
     def _record(self, plan: Plan, request: Request, *, threads: int = 1) -> Trace | Failed:
         self._runs += 1
@@ -219,7 +237,7 @@ def _eps(options: Options) -> float:
     return torch.finfo(torch.float64 if options.dtype == "fp64" else torch.float32).eps
 
 
-def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options) -> Baseline | Failed:
+def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options, rows: Rows) -> Baseline | Failed:
     steps = min(trace.num_steps for trace in (truth, *others))
     eps = _eps(options)
     for other in others:
@@ -249,8 +267,8 @@ def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options) -
         return Baseline(plan=plan, truth=truth, tolerances=Tolerances(eps=eps), order_matters=True, how=how)
     how = (
         f"{FACTOR} x what one process differs from itself by, per tensor (at least the 90th percentile of its kind and "
-        f"{ULPS} roundings), in {len(others)} runs with rows shuffled, other micro-batches and other threads, and "
-        "gradients moved by a rounding"
+        f"{ULPS} roundings), in {len(others)} runs with {ROWS[rows]}, other threads, and gradients moved by a "
+        "rounding"
     )
     measured = tolerances(truth, others, steps, eps)
     return Baseline(plan=plan, truth=truth, tolerances=measured, order_matters=False, how=how)
@@ -264,12 +282,19 @@ def _judge(plan: Plan, mine: Trace, base: Baseline, draft: Report, asked: int) -
     over = [d for d in found if not d.value <= base.tolerances.of(d)]
     copies = list(mine.copies_that_differ(facts.copy_tolerance(plan.precision)))
     step = facts.first_step((mine, base.truth), over)
-    disagree = any(not _agree(mine, s) or facts.rows_differ(mine, base.truth, s) for s in range(1, steps + 1))
+    others = [facts.rows_of_other_contents(mine, base.truth, s) for s in range(1, steps + 1)]
+    disagree = any(
+        not _agree(mine, s) or (facts.rows_differ(mine, base.truth, s) and not other)
+        for s, other in enumerate(others, 1)
+    )
     if steps < asked:
         draft = replace(draft, notes=(*draft.notes, f"the script ended after {steps} of {asked} steps"))
     draft = replace(draft, verdict="proven", steps=steps, rows=tuple(row for row in rows if row.count))
     if not (over or copies or disagree or facts.names_differ(mine, base.truth, step)):
-        return draft
+        if not any(others):
+            return draft
+        said = f"up to {max(others)} rows of a step are not those of one process bit by bit (computed, or padded)"
+        return replace(draft, notes=(*draft.notes, f"{said}; nothing that is compared depends on it"))
     evidence = facts.gather(plan, (mine, base.truth), over, order_matters=base.order_matters)
     backward = facts.first_in_backward(base.truth, step, evidence.grads)
     return replace(

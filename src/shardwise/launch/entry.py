@@ -125,13 +125,13 @@ def _killed_worker(error: Exception, text: str) -> str | None:
 
 
 def _below_runpy(error: Exception) -> TracebackType | None:
-    """The traceback from the user's first frame on: our frames and runpy's say nothing of the failure."""
+    """The traceback from the user's first frame on; None, without frames, where the script did not compile."""
     frame = error.__traceback__
     while frame is not None and (
         "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code in (main.__code__, _run.__code__)
     ):
         frame = frame.tb_next
-    return frame or error.__traceback__
+    return frame
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:

@@ -100,10 +100,11 @@ def recipe_for(module_names: Iterable[str], name: str = "auto") -> dict[str, str
         found = "none fits" if not fitting else " and ".join(r.name for r in fitting) + " both fit"
         tried = ", ".join(recipe.name for recipe in candidates)
         raise ModelError(
-            f"tensor parallelism: no sharding recipe for this model (tried {tried}: {found}); its modules are "
-            f"{', '.join(patterns[:60])}{', ...' if len(patterns) > 60 else ''}; needed: a rule for each module with "
-            f'parameters; give them as apply(..., rules={{"layers.*.attn.wq": "column", "layers.*.attn.wo": "row", '
-            f'"layers.*.norm": "sequence", ...}}), see docs/tensor-parallel.md'
+            f"tensor parallelism: no sharding recipe for this model (tried {tried}: {found}); needed: a rule for each "
+            'module with parameters, as apply(..., rules={"layers.*.attn.wq": "column", "layers.*.attn.wo": "row", '
+            '"layers.*.norm": "sequence", ...}), see docs/tensor-parallel.md; `shardwise rules package.module:factory` '
+            f"finds them from the forward, see docs/rules.md; modules: {', '.join(patterns[:60])}"
+            f"{', ...' if len(patterns) > 60 else ''}"
         )
     return with_adapters(_rules(fitting[0], patterns), shown)
 

@@ -344,7 +344,7 @@ class Plan:
             PlanError: a shorthand that does not parse.
         """
         if isinstance(source, str) and not source.endswith((".toml", ".json")):
-            return cls.parse(source)
+            return from_dict(cls, shorthand.given(source))
         data, text = read_kind(source, "plan")
         try:
             return cls.from_dict(data)

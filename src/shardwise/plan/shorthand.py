@@ -7,12 +7,13 @@ options, leaves defaults out, and always shows at least one axis (`dp1` for a si
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.errors import PlanError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.findings import nearest
 
 _AXES = {
@@ -221,6 +222,23 @@ class _Reading:
                 raise self.fail(token, position, f"{name} is already set by {before!r} at character {at + 1}; keep one")
             self.origin[name] = (token, position)
             self.values[name] = value
+
+
+def given(text: str) -> dict[str, Any]:
+    """`parse` of what stands where a plan does; a folder, or a file that is no plan's, is told as what it is.
+
+    Raises:
+        PlanError: as of `parse`.
+        ConfigError: no shorthand, and there is such a place.
+    """
+    try:
+        return parse(text)
+    except PlanError:
+        if not os.path.exists(text):
+            raise
+    kind = "folder" if os.path.isdir(text) else "file of another kind"
+    needed = "a plan file, whose name ends in .toml or .json, or a shorthand"
+    raise ConfigError(f"plan {text!r}: it is a {kind}; needed {needed}")
 
 
 def parse(text: str) -> dict[str, Any]:

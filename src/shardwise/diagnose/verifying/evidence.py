@@ -105,6 +105,12 @@ def rows_differ(mine: Trace, truth: Trace, step: int) -> bool:
     return any(_rows((mine, truth), step).values())
 
 
+def rows_of_other_contents(mine: Trace, truth: Trace, step: int) -> int:
+    """Rows that stand in place of as many of one process; 0 where some are read by no rank, or by several."""
+    found = _rows((mine, truth), step)
+    return found["rows_extra"] if found["rows_extra"] == found["rows_missing"] and not found["rows_repeated"] else 0
+
+
 def _rows(traces: tuple[Trace, Trace], step: int) -> dict[str, int]:
     mine, truth = traces
     theirs = Counter(truth.rows(step)[0])

@@ -106,7 +106,8 @@ def _same_data(e: Evidence) -> str | None:
     "other-data",
     "the ranks' rows are not those of one process",
     "order, shuffling and augmentation must depend on the seed and the step, not on the rank or the world: "
-    "shardwise.loader, or one generator with the same seed on every rank and a share by mesh.batch.rank",
+    "shardwise.loader, or one generator with the same seed on every rank and a share by mesh.batch.rank; what collate "
+    "draws (masks, noise) depends on who shares its micro-batch: draw in the data set's __getitem__",
 )
 def _other_data(e: Evidence) -> str | None:
     changed = e.rows_extra and e.rows + e.rows_extra - e.rows_missing == e.rows

@@ -56,6 +56,8 @@ class Trace:
     """A recorded run."""
 
     ranks: Sequence[RankTrace]
+    rows_tell: bool = True
+    """Whether what stands in a row says which sample it is: not in a batch that cannot be cut by its rows."""
 
     @property
     def first(self) -> RankTrace:
@@ -111,7 +113,7 @@ class Trace:
 
     def rows(self, step: int) -> list[list[str]]:
         """Names of the rows of each data rank in a step (from 1)."""
-        return [list(numbers["rows"]) for numbers in self._by_data_rank(step)]
+        return [list(numbers["rows"]) if self.rows_tell else [] for numbers in self._by_data_rank(step)]
 
     def forms(self, step: int) -> dict[str, list[str]]:
         """Name of a row of a step -> its forms, see `row_forms`."""

@@ -73,6 +73,8 @@ def save_png(timeline: Timeline, path: Path | str, title: str = "") -> None:
         draw.rectangle((x, y, x + 18, y + 18), fill=COLOURS[work])
         draw.text((x + 26, y + 1), NAMES[work], fill="#222222", font=font)
         x += 44 + int(draw.textlength(NAMES[work], font=font))
+    if any(span.action.stage >= num_ranks for spans in timeline.ranks for span in spans):
+        draw.text((x, y + 1), "paler: a rank's later stage", fill="#222222", font=font)
     image.save(path)
 
 
