@@ -395,7 +395,6 @@ class SizeBounds:
         if (core, compiled) not in self._saved:
             key = (*kept_as(core), compiled)
             if key not in self._shared_kept:
-                tables = bytes_kept(self.space, core, self._blocks, self._marks, compiled=compiled)
-                self._shared_kept[key] = tables
+                self._shared_kept[key] = bytes_kept(self.space, core, self._blocks, self._marks, compiled=compiled)
             self._saved[core, compiled] = self._shared_kept[key]
         return self._saved[core, compiled]
