@@ -194,7 +194,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     said = cells.noted(_GRADS_IN) if name in CORE else None
     if said:
         stack = replace(stack, grad_bytes=4.0 if "fp32" in said.group() else 2.0)
-    if name in CORE and cells.noted(_OF_LAYERS):
+    if name in CORE and cells.noted(_CASTS_EACH):
         stack = replace(stack, master=False, logit_bytes=LOOP_LOSS)
     if name in CORE and cells.has(_OVERLAPS_PRODUCTS):
         stack = replace(stack, overlap_tensor=_preset("megatron-bridge").overlap_tensor)
@@ -396,7 +396,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
 
 _MODELS_LOSS = r"(hf|transformers|sft|hugging ?face) ?trainer|\btrl\b|axolotl|llama[- ]?factory|\b(ms-)?swift\b"
 """Words for trainers whose loss is that of transformers' models, whatever shards them."""
-_OF_LAYERS = r"\bautocast\b"
+_CASTS_EACH = r"\bautocast\b"
 """Words for a loop of its own around Transformer Engine's layers, which cast weights in fp32 for each product."""
 _OVERLAPS_PRODUCTS = r"(?<!no )(?<!without )\btp[ _-](comm[ _-])?overlap|megatron-lm readme"
 """Words for Megatron-Core's switch `--tp-comm-overlap`, with which its README of 2024 was measured."""
