@@ -261,6 +261,10 @@ DRAWN = {
         "pp2 / gpipe / recompute=blocks",
         {"dim": 512, "ffn_dim": 2048, "num_layers": 6, "vocab_size": 512, "max_seq_len": 256}, "sgd",
     ),
+    "a pipeline reduces a single micro-batch behind it too, when all gradients are there whole": (
+        "pp2 fsdp2 / gpipe / bf16 / recompute=blocks",
+        {"kind": "gpt", "dim": 512, "ffn_dim": 2048, "num_layers": 6, "vocab_size": 512, "max_seq_len": 256}, "sgd",
+    ),
     "a whole gradient, a whole step of it, and this rank's part": (
         "tp2", WIDE | {"vocab_size": 20000, "max_seq_len": 16}, "adafactor",
     ),
