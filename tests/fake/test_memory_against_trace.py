@@ -407,6 +407,19 @@ def test_micro_batches_of_few_tokens_on_a_gpu(why: str) -> None:
     assert estimate_memory(profile_of(spec), plan, work).allocated == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.share(4)
+@pytest.mark.parametrize("seq_len", [16, 256])
+@pytest.mark.parametrize("plan", ["pp2 / gpipe / recompute=blocks", "pp2 fsdp2 / gpipe / recompute=blocks"])
+def test_of_a_single_micro_batch_little_is_kept_beside_all_gradients_on_a_gpu(plan: str, seq_len: int) -> None:
+    """They are whole at the end of a stage's first block, and `fully_shard` reduces them behind it."""
+    spec, parsed = ModelSpec(**SIZES | LARGE | {"kind": "gpt", "num_layers": 6}), Plan.parse(plan)
+    work = Workload(seq_len=seq_len, global_batch=parsed.axes.data, optimizer="sgd")
+    for stage, found in enumerate(estimate_memory(profile_of(spec), parsed, work).stages):
+        rank = stage * parsed.axes.data
+        peak = trace_step(training_of(spec, work), parsed, rank=rank, is_cpu=False).later.num_bytes
+        assert found.allocated == pytest.approx(peak, rel=0.03), stage
+
+
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero-bubble-v"])
 def test_a_pipeline_has_memory_for_what_is_in_flight(kind: str) -> None:
     """However many micro-batches: torch has a buffer for each, and neighbour. Theirs are the inputs, and labels."""
