@@ -315,10 +315,8 @@ def at_end(division: Division, stages: tuple[Stage, ...], block: float, working:
     """
     if not passes_once(division.plan, stack):
         return block
-    width = max((block.width for stage in stages for block, _ in stage.counts), default=0) * compute_width(
-        division.plan
-    )
-    stream = width * division.tokens / (division.plan.axes.tp if division.plan.tensor.sequence else 1)
+    plan, widest = division.plan, max((each.width for stage in stages for each, _ in stage.counts), default=0)
+    stream = widest * compute_width(plan) * division.tokens / (plan.axes.tp if plan.tensor.sequence else 1)
     return max(0.0, AT_END * stream - working)
 
 
