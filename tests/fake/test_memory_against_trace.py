@@ -261,6 +261,10 @@ DRAWN = {
         "pp2 / gpipe / recompute=blocks",
         {"dim": 512, "ffn_dim": 2048, "num_layers": 6, "vocab_size": 512, "max_seq_len": 256}, "sgd",
     ),
+    "a pipeline reduces a single micro-batch behind it too, when all gradients are there whole": (
+        "pp2 fsdp2 / gpipe / bf16 / recompute=blocks",
+        {"kind": "gpt", "dim": 512, "ffn_dim": 2048, "num_layers": 6, "vocab_size": 512, "max_seq_len": 256}, "sgd",
+    ),
     "a whole gradient, a whole step of it, and this rank's part": (
         "tp2", WIDE | {"vocab_size": 20000, "max_seq_len": 16}, "adafactor",
     ),
@@ -401,6 +405,19 @@ def test_micro_batches_of_few_tokens_on_a_gpu(why: str) -> None:
     work = Workload(seq_len=12, global_batch=plan.axes.data * plan.batch.micro_batches, optimizer=optimizer)
     peak = trace_step(training_of(spec, work), plan, rank=0, is_cpu=False).later.num_bytes
     assert estimate_memory(profile_of(spec), plan, work).allocated == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("seq_len", [16, 256])
+@pytest.mark.parametrize("plan", ["pp2 / gpipe / recompute=blocks", "pp2 fsdp2 / gpipe / recompute=blocks"])
+def test_of_a_single_micro_batch_little_is_kept_beside_all_gradients_on_a_gpu(plan: str, seq_len: int) -> None:
+    """They are whole at the end of a stage's first block, and `fully_shard` reduces them behind it."""
+    spec, parsed = ModelSpec(**SIZES | LARGE | {"kind": "gpt", "num_layers": 6}), Plan.parse(plan)
+    work = Workload(seq_len=seq_len, global_batch=parsed.axes.data, optimizer="sgd")
+    for stage, found in enumerate(estimate_memory(profile_of(spec), parsed, work).stages):
+        rank = stage * parsed.axes.data
+        peak = trace_step(training_of(spec, work), parsed, rank=rank, is_cpu=False).later.num_bytes
+        assert found.allocated == pytest.approx(peak, rel=0.03), stage
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero-bubble-v"])

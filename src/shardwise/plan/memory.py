@@ -27,8 +27,23 @@ from shardwise.plan.memory_terms.holding import (
     sending,
     sent_before,
 )
-from shardwise.plan.memory_terms.passing import beside_buckets, block_bytes, made_inside, passing_of, reduced_last
-from shardwise.plan.memory_terms.states import STATES, accumulates_whole, offloaded_of, on_device, states_of
+from shardwise.plan.memory_terms.passing import (
+    adds_in_another_type,
+    at_end,
+    beside_buckets,
+    block_bytes,
+    made_inside,
+    passing_of,
+    reduced_last,
+)
+from shardwise.plan.memory_terms.states import (
+    STATES,
+    accumulates_whole,
+    offloaded_of,
+    on_device,
+    passes_once,
+    states_of,
+)
 from shardwise.plan.messages.data import held_sums
 from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.activations import compute_width, recomputed_in
@@ -265,7 +280,7 @@ def _rank_memory(
         loss["gradients"] = most.gradients + most.fresh
         loss["gathered"] += sent_before(division, stack)
         begins = running.kept + running.again, backward["gradients"] - gradients + running.gradients
-        ends = block, backward["gradients"]
+        ends = at_end(division, stages, block, running.working, stack), backward["gradients"]
         either = max(begins, ends, key=lambda each: each[0] + each[1] * bool(there))  # or they are on the host
         backward["activations"], backward["gradients"] = either
     elif casts_weights(plan) and stack.name in OWN:
@@ -339,7 +354,8 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack, *, 
     if stack.most_gathered < live:
         unit = max((division.largest_product(block) for stage in stages for block, _ in stage.counts), default=0.0)
         live = min(live, max(stack.most_gathered, unit * (1 + plan.communication.prefetch)))
-    gradient = unit if division.workload.trained == 1 and goes_back else 0.0  # frozen weights have none
+    stays = passes_once(plan, stack) and not adds_in_another_type(plan)  # it is one of the gradients
+    gradient = unit if division.workload.trained == 1 and goes_back and not stays else 0.0  # frozen weights have none
     if stack.keeps_gathered and (division.shards > 1 or (plan.offload.state and stack.offloads_weights)):
         courses = (each for stage in stages for each in recomputed_in(stage, plan))
         live = max(live, sum(division.dense(block) * (n - again) for block, n, again in courses))

@@ -63,7 +63,7 @@ class RankSizes:
         self.adds = several or (self.accumulates and self.plan.communication.bucket_view)
         """Whether a gradient is gone when it is added to those that `gradients` counts."""
         at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)
-        self.sums_first = self.engine and several and not at_once
+        self.sums_first = self.engine and not at_once
         """Whether gradients are reduced once, behind the last micro-batch."""
         self.adds_up = self.sums_first and reduce_type(self.plan) == self.plan.precision.removesuffix("-pure")
         """Whether autograd adds a gradient to that of the micro-batch before as soon as it is made."""

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from shardwise.plan.eager.kernels import deferred_in, local_of
 from shardwise.plan.eager.moments import Moment, moments_of
+from shardwise.plan.eager.sizes import AT_END
 from shardwise.plan.frozen import whole_again
 from shardwise.plan.memory_terms.flights import few_rounds, peaks_in_flight, whole_backwards
 from shardwise.plan.memory_terms.holding import Inside, gathered_width
+from shardwise.plan.memory_terms.states import passes_once
 from shardwise.plan.messages.data import reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import (
@@ -304,6 +306,18 @@ def fresh_gradients(division: Division, stage: Stage) -> float:
     if not adds_in_another_type(plan):
         return 0.0
     return division.whole([stage]) * division.trained_share([stage]) * compute_width(plan)
+
+
+def at_end(division: Division, stages: tuple[Stage, ...], block: float, working: float, stack: Stack) -> float:
+    """Bytes of activations while all gradients are there, where a block keeps so many and an operator works on others.
+
+    Of a pipeline's only micro-batch: what is left at the end of a stage's first block, which alone makes the last ones.
+    """
+    if not passes_once(division.plan, stack):
+        return block
+    plan, widest = division.plan, max((each.width for stage in stages for each, _ in stage.counts), default=0)
+    stream = widest * compute_width(plan) * division.tokens / (plan.axes.tp if plan.tensor.sequence else 1)
+    return max(0.0, AT_END * stream - working)
 
 
 def adds_in_another_type(plan: Plan) -> bool:

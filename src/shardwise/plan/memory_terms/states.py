@@ -7,7 +7,7 @@ from functools import partial
 
 from shardwise.plan.frozen import held_unpacked, held_width
 from shardwise.plan.messages.data import reduce_width
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import compute_width
 from shardwise.plan.ranks.division import Division
 from shardwise.plan.ranks.stages import Stage
@@ -59,12 +59,18 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
 
 
 def accumulates_whole(plan: Plan, stack: Stack) -> bool:
-    """Whether `fully_shard` adds up whole gradients on the device between micro-batches.
+    """Whether `fully_shard` has whole gradients on the device until all micro-batches have gone backward.
 
-    In a pipeline it reduces behind the last one, whatever `zero` is, and so it does under an offload.
+    In a pipeline it reduces behind the last one, whatever `zero` is, and so it does under an offload; behind a single
+    one too.
     """
-    once = plan.zero < 2 or plan.axes.pp > 1
-    return stack.keeps_shards and plan.batch.micro_batches > 1 and once
+    return stack.keeps_shards and (plan.axes.pp > 1 or (plan.zero < 2 and plan.batch.micro_batches > 1))
+
+
+def passes_once(plan: Plan, stack: Stack) -> bool:
+    """Whether a pipeline of ours goes backward once, in one piece: no gradient is added to another."""
+    single = plan.batch.micro_batches == 1 and plan.schedule.kind not in ZERO_BUBBLE
+    return single and plan.axes.pp > 1 and stack.name in OWN
 
 
 def _spares(plan: Plan, stack: Stack) -> bool:

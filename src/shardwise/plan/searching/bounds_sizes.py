@@ -208,9 +208,8 @@ class SizeBounds:
         most = 0.0
         for (rank, size, again, beside, block), (held, gradients, gathered) in zip(kept, states, strict=True):
             if pipe.offloaded:
-                held = 0.0
-                once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
-                gradients *= once and self.space.stack.keeps_shards
+                once = pipe.pp > 1 or (spread.zero < 2 and pipe.micro_batches > 1)
+                held, gradients = 0.0, gradients * (once and self.space.stack.keeps_shards)
             there = accumulates and self.beside(flow, rank) is None
             given = self._given(flow, spread, rank, (gradients, gathered))
             beside_block, alone = given.at_least(accumulates)
@@ -304,7 +303,7 @@ class SizeBounds:
         tables = [(held, grads, ahead + more) for (held, grads, ahead), more in zip(tables, waiting, strict=True)]
         several = pipe.micro_batches > 1
         if pipe.offloaded:
-            once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pipe.pp > 1)  # `accumulates_whole`
+            once = self.space.stack.keeps_shards and (pipe.pp > 1 or (spread.zero < 2 and several))
             tables = [(0.0, grads * once, ahead) for _, grads, ahead in tables]
         accumulates = several or self.space.stack.master
         loss, behind, alone = [], [], []
@@ -317,8 +316,9 @@ class SizeBounds:
 
     def _given(self, flow: Flow, spread: Spread, rank: int, sizes: tuple[float, float]) -> Given:
         """Of so many bytes of gradients and of gathered weights, which go by stage where kernels are eager."""
-        parts, eager = self.division(flow, spread).parts, self.space.stack.eager
-        return Given(*sizes, parts[rank], goes=eager, by_block=spread.zero == 3)
+        parts, stack, once = self.division(flow, spread).parts, self.space.stack, flow.pipe.micro_batches == 1
+        goes = stack.eager or (once and flow.pipe.pp > 1 and stack.name in OWN)  # see `passes_once`
+        return Given(*sizes, parts[rank], goes=goes, by_block=spread.zero == 3)
 
     def hosted(self, flow: Flow, spread: Spread) -> float:
         """Below the bytes of host memory for each device that the states of such plans take, where they are there.
