@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode
+from torch.utils._pytree import register_pytree_node
+
+
+def as_tree_node(kind: type, parts: Callable[[Any], Any], joined: Callable[[Any, Any], Any]) -> None:
+    """Let `tree_map` go into a list of one's own, as into a list: of a subclass it would make one leaf."""
+    register_pytree_node(kind, parts, joined)
 
 
 def scale_all(tensors: list[Tensor], factor: float) -> None:
