@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,6 +175,31 @@ def test_as_loss_takes_three_forms() -> None:
 def test_as_loss_refuses(result: object, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         as_loss(result, 3)
+
+
+LOGITS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+ANSWERS = torch.arange(8) % 4
+
+
+@pytest.mark.parametrize("measure", [torch.tensor(0.375), 0.375, 37.5])
+@pytest.mark.parametrize("of", [F.cross_entropy, lambda x, y: F.cross_entropy(x, y) + 0.5 + x.square().mean()])
+def test_a_measure_beside_a_mean_is_no_weight(measure: object, of: Callable[..., torch.Tensor]) -> None:
+    """The loss was divided by the accuracy, without a word."""
+    with pytest.raises(UsageError, match=r"returned a mean and (0\.375|37\.5): .*the mean alone"):
+        as_loss((of(LOGITS, ANSWERS), measure), 8)
+
+
+def test_weights_that_are_no_counts() -> None:
+    """Weights of rows, and a tuple that is called by its name."""
+    shares = torch.full((8,), 0.3)
+    each = F.cross_entropy(LOGITS, ANSWERS, reduction="none")
+    for loss in [
+        ((each * shares).sum(), shares.sum()),
+        (F.cross_entropy(LOGITS, ANSWERS) * 2.5, 2.5),
+        Loss((each * shares).mean(), shares.mean()),
+        (each.mean(), 1.0),
+    ]:
+        assert as_loss(loss, 8).weight == loss[1]
 
 
 def test_negative_control_a_mean_of_means_is_not_the_mean() -> None:

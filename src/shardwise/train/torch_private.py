@@ -115,6 +115,18 @@ def mean_of_labels(loss: Tensor) -> tuple[int, int, bool] | None:
     return None
 
 
+def is_mean(loss: Tensor) -> bool:
+    """Whether a loss is a mean, or a sum of means, that nothing has multiplied since: by the nodes of autograd."""
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
+        name = type(node).__name__
+        if name.startswith(("AddBackward", "ToCopyBackward")) and len(nodes) < _NODES:
+            nodes += [following for following, _ in node.next_functions if following is not None]
+        elif not name.startswith("MeanBackward") and getattr(node, "_saved_reduction", None) != _MEAN:
+            return False
+    return True
+
+
 def _signed(number: int) -> int:
     """Torch shows a negative one as it lies in memory."""
     return number - 2**64 if number >= 2**63 else number
