@@ -241,7 +241,7 @@ def test_a_loss_function_of_other_arguments_is_told_what_it_is_given() -> None:
 
 def the_same_object_twice(text: str) -> tuple[float, dict[str, float]]:
     with sw.open_mesh(plan := sw.Plan.parse(text)) as mesh:
-        placed = sw.apply(lambda: torch.nn.Linear(4, 2), plan, mesh)
+        placed = sw.apply(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), plan, mesh)
         weights = {"square": lambda rows: 2 * len(rows["input"])}
         losses = sw.Losses(lambda out, _: {"square": mean_over(out.square())}, weights=weights)
         m = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), losses)([{"input": torch.ones(2, 4)}] * 2)
@@ -251,3 +251,19 @@ def the_same_object_twice(text: str) -> tuple[float, dict[str, float]]:
 def test_a_micro_batch_that_comes_twice_counts_twice_in_each_loss(world: World) -> None:
     [(loss, losses)] = world(1, the_same_object_twice, "dp1 / mb2")
     assert losses == {"square": pytest.approx(loss)}
+
+
+def of_nothing(text: str) -> str:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), plan, mesh, seed=1)
+        with pytest.raises(UsageError) as found:
+            evaluate(placed, lambda output, _: mean_over(output), torch.utils.data.DataLoader([], batch_size=4))
+        return str(found.value)
+
+
+@pytest.mark.parametrize("text", ["dp1", "dp2", "pp2 / gpipe mb2"])
+def test_an_evaluation_of_no_batches(world: World, text: str) -> None:
+    """It was a loss that is no number."""
+    for said in world(Plan.parse(text).world, of_nothing, text):
+        assert "found no batch on any rank in DataLoader" in said
