@@ -122,8 +122,8 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
         where forward communicates an all-reduce of one number for each. Each module returns to the mode that it was in.
 
     Raises:
-        UsageError: one batch in place of several, or none; a loss function of other arguments; ranks that do not call it,
-            or have fewer batches than others where forward communicates.
+        UsageError: one batch in place of several, or none; a loss function of other arguments; ranks that do not call
+            it, or have fewer batches than others where forward communicates.
         ReplicaError: batches of a script's own that differ on ranks which work on the same rows.
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
