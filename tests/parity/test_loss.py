@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,6 +177,31 @@ def test_as_loss_refuses(result: object, text: str) -> None:
         as_loss(result, 3)
 
 
+LOGITS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+ANSWERS = torch.arange(8) % 4
+
+
+@pytest.mark.parametrize("measure", [torch.tensor(0.375), 0.375, 37.5])
+@pytest.mark.parametrize("of", [F.cross_entropy, lambda x, y: F.cross_entropy(x, y) + 0.5 + x.square().mean()])
+def test_a_measure_beside_a_mean_is_no_weight(measure: object, of: Callable[..., torch.Tensor]) -> None:
+    """The loss was divided by the accuracy, without a word."""
+    with pytest.raises(UsageError, match=r"returned a mean and (0\.375|37\.5): .*the mean alone"):
+        as_loss((of(LOGITS, ANSWERS), measure), 8)
+
+
+def test_weights_that_are_no_counts() -> None:
+    """Weights of rows, and a tuple that is called by its name."""
+    shares = torch.full((8,), 0.3)
+    each = F.cross_entropy(LOGITS, ANSWERS, reduction="none")
+    for loss in [
+        ((each * shares).sum(), shares.sum()),
+        (F.cross_entropy(LOGITS, ANSWERS) * 2.5, 2.5),
+        Loss((each * shares).mean(), shares.mean()),
+        (each.mean(), 1.0),
+    ]:
+        assert as_loss(loss, 8).weight == loss[1]
+
+
 def test_negative_control_a_mean_of_means_is_not_the_mean() -> None:
     """Two ragged micro-batches: sums and weights add up to the whole; means do not."""
     logits, labels = batch()
@@ -215,7 +241,7 @@ def test_a_loss_function_of_other_arguments_is_told_what_it_is_given() -> None:
 
 def the_same_object_twice(text: str) -> tuple[float, dict[str, float]]:
     with sw.open_mesh(plan := sw.Plan.parse(text)) as mesh:
-        placed = sw.apply(lambda: torch.nn.Linear(4, 2), plan, mesh)
+        placed = sw.apply(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), plan, mesh)
         weights = {"square": lambda rows: 2 * len(rows["input"])}
         losses = sw.Losses(lambda out, _: {"square": mean_over(out.square())}, weights=weights)
         m = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), losses)([{"input": torch.ones(2, 4)}] * 2)
@@ -225,3 +251,19 @@ def the_same_object_twice(text: str) -> tuple[float, dict[str, float]]:
 def test_a_micro_batch_that_comes_twice_counts_twice_in_each_loss(world: World) -> None:
     [(loss, losses)] = world(1, the_same_object_twice, "dp1 / mb2")
     assert losses == {"square": pytest.approx(loss)}
+
+
+def of_nothing(text: str) -> str:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), plan, mesh, seed=1)
+        with pytest.raises(UsageError) as found:
+            evaluate(placed, lambda output, _: mean_over(output), torch.utils.data.DataLoader([], batch_size=4))
+        return str(found.value)
+
+
+@pytest.mark.parametrize("text", ["dp1", "dp2", "pp2 / gpipe mb2"])
+def test_an_evaluation_of_no_batches(world: World, text: str) -> None:
+    """It was a loss that is no number."""
+    for said in world(Plan.parse(text).world, of_nothing, text):
+        assert "found no batch on any rank in DataLoader" in said

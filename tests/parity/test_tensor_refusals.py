@@ -349,3 +349,38 @@ def test_key_value_heads_that_do_not_divide_are_named(world: World) -> None:
     assert world(2, with_heads, "tp2") == [str(torch.Size([3, 16]))] * 2
     for said in world(4, with_heads, "tp4"):
         assert said.startswith("tp=4: attn: shape '[3, -1, 4]'") and "kv 2 of 8" in said and "heads" in said
+
+
+class WeighedBlock(Block):
+    """A number for each token, joined with the stream."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x)) * weight.unsqueeze(-1)
+
+
+class Weighed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WeighedBlock() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, ids.float())
+        return self.head(x)
+
+
+def weighed() -> str:
+    with open_mesh(Plan(axes=Axes(tp=2))) as mesh:
+        placed = place(Weighed(), mesh, dict(RULES), sequence=True)
+        try:
+            placed.module(torch.arange(8).reshape(2, 4))
+        except (ModelError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+
+def test_a_number_for_each_token_beside_a_part_of_the_stream(world: World) -> None:
+    """Torch ended it with the sizes of two tensors."""
+    for text in world(2, weighed):
+        assert text.startswith("ModelError: sequence shards: the block layers.0 is given a tensor (2, 4) beside its")

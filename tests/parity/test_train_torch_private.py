@@ -15,6 +15,7 @@ from shardwise.train.torch_private import (
     clamp_all,
     copy_all,
     has_step_hooks,
+    is_mean,
     is_norm_of_all,
     local_of,
     mean_of_labels,
@@ -64,6 +65,14 @@ def test_the_mean_of_labels_that_a_loss_was_made_of() -> None:
     assert mean_of_labels(take(logits.view(1, 3, 4), labels.view(1, 4), ignore_index=-1)) == (2, 4, False)
     assert mean_of_labels(take(logits, labels, ignore_index=-1, reduction="sum")) is None
     assert mean_of_labels(logits.square().mean()) is None and mean_of_labels(torch.zeros(())) is None
+
+
+def test_a_mean_that_nothing_has_multiplied() -> None:
+    values, take = torch.ones(4, 3, requires_grad=True), torch.nn.functional
+    labels = torch.tensor([0, 1, 2, 0])
+    for mean in [values.mean(), take.mse_loss(values, values.detach()), take.cross_entropy(values, labels)]:
+        assert is_mean(mean) and is_mean(mean + values.mean() + 1.0) and is_mean(mean.double())
+        assert not is_mean(mean * 2) and not is_mean(mean + values.sum()) and not is_mean(mean.detach())
 
 
 def test_copy_into_other_tensors() -> None:

@@ -309,3 +309,20 @@ def named_in(placed: Placed) -> dict[str, nn.Parameter]:
         )
     placed.reshard()
     return placed.named_parameters()
+
+
+def check_placed(placed: object, call: str) -> None:
+    """Refuse a module, or a state, in place of what `apply` gave.
+
+    Args:
+        placed: what is looked at.
+        call: what was given it, for the message.
+
+    Raises:
+        UsageError: naming what was found, and what is needed.
+    """
+    if not isinstance(placed, Placed):
+        known = "; state.placed is it" if hasattr(placed, "placed") else ""
+        raise UsageError(
+            f"{call}: found {type(placed).__name__}; needed placed = shardwise.apply(model, plan, mesh){known}"
+        )

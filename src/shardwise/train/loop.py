@@ -10,9 +10,8 @@ import torch
 from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import num_rows
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.placed import Placed, check_placed
 from shardwise.train.guards.told import told
-from shardwise.train.kept.given import check_placed
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin
@@ -123,8 +122,8 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
         where forward communicates an all-reduce of one number for each. Each module returns to the mode that it was in.
 
     Raises:
-        UsageError: one batch in place of several; a loss function of other arguments; ranks that do not call it, or
-            have fewer batches than others where forward communicates.
+        UsageError: one batch in place of several, or none; a loss function of other arguments; ranks that do not call
+            it, or have fewer batches than others where forward communicates.
         ReplicaError: batches of a script's own that differ on ranks which work on the same rows.
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
@@ -133,11 +132,12 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     counts_here = placed.mesh.index("tp") == 0
     several = loss_fn if isinstance(loss_fn, Losses) else None
     loss_fn = several or told(loss_fn)
-    totals = torch.zeros(len(several.weights) if several else 1, 2, dtype=torch.float64)
+    *totals, seen = torch.zeros(1 + (len(several.weights) if several else 1), 2, dtype=torch.float64)
 
     def add(result: Any, micro: Any, is_zero: bool, _place: Place) -> None:
         if placed.context is not None:
             refuse_mean(result)
+        seen.add_(1)
         if counts_here and not is_zero:
             for total, loss in zip(totals, losses_in(result, num_rows(micro)), strict=True):
                 total[0] += float(loss.sum)
@@ -147,6 +147,11 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
         return losses_in(result, num_rows(micro))[0].sum
 
     go_through(placed, windows, Pass(doing="evaluate()", function=loss_fn, take=add, number=number))
-    placed.mesh.all_reduce_sum(summed := totals.to(placed.mesh.device))
-    sums = [Loss(*row) for row in summed]
+    summed = placed.mesh.all_reduce_sum(torch.stack([*totals, seen]).to(placed.mesh.device))
+    *sums, batches = [Loss(*row) for row in summed]
+    if not batches.weight:
+        raise UsageError(
+            f"evaluate(): found no batch on any rank in {type(windows).__name__}; needed: at least one (an iterator is "
+            "at its end after one pass; a DataLoader with drop_last leaves out what does not fill a batch)"
+        )
     return several.total(dict(zip(several.weights, sums, strict=True))) if several else sums[0]

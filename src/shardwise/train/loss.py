@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise.errors import ModelError, UsageError
+from shardwise.train.torch_private import is_mean
 
 IGNORED = -100
 """Label of a token that does not count, as in torch."""
@@ -241,7 +242,8 @@ def as_loss(result: Any, rows: int) -> Loss:
 
     Raises:
         UsageError: `result` is none of these, is not 0-dim, or its weight is negative or not finite. (A weight on an
-            accelerator is not looked at: that would make the host wait for the device.)
+            accelerator is not looked at: that would make the host wait for the device.) Or it is a tuple, not called a
+            `Loss`, of a mean and a number that counts nothing: a measure beside a loss.
 
     Example:
         >>> as_loss(torch.tensor(2.0), rows=3)
@@ -253,9 +255,27 @@ def as_loss(result: Any, rows: int) -> Loss:
                 f"the loss function returned a tuple of {len(result)}, needed (sum, weight); return "
                 "shardwise.Loss(sum, weight)"
             )
-        return Loss(_scalar(result[0], "sum"), _checked_weight(result[1]))
+        loss = Loss(_scalar(result[0], "sum"), _checked_weight(result[1]))
+        if not isinstance(result, Loss):
+            _refuse_measure(loss)
+        return loss
     mean = _scalar(result, "result")
     return Loss(mean * rows if rows else mean.nan_to_num() * 0, rows)  # the mean of no rows is not a number
+
+
+def _refuse_measure(loss: Loss) -> None:
+    weight = loss.weight
+    is_number = isinstance(weight, float) or (isinstance(weight, torch.Tensor) and weight.is_floating_point())
+    if not is_number or not is_mean(loss.sum):
+        return
+    if isinstance(weight, torch.Tensor) and (type(weight) is not torch.Tensor or weight.is_meta):
+        return
+    if not float(weight).is_integer():  # on an accelerator the host waits; a mean with such a weight is rare
+        raise UsageError(
+            f"the loss function returned a mean and {float(weight):.4g}: a tuple of two is a sum and its weight, what "
+            "the sum is divided by, and no count is such a number; needed: the mean alone, where the other is a "
+            "measure (measures belong into evaluate()); sw.Loss(sum, weight), where it is a weight"
+        )
 
 
 def differentiable(loss: Loss) -> Loss:

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import UsageError
 from shardwise.model.nested import Path, leaves, put
 from shardwise.parallel.inputs import num_rows
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.placed import Placed, check_placed
 from shardwise.parallel.together import group_apart
-from shardwise.train.kept.given import check_placed
 from shardwise.train.whole_pass import Function, Pass, Place, go_through
 
 _Rows = dict[Path, torch.Tensor]

@@ -25,7 +25,7 @@ from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.refused.direct import watched_loss
 from shardwise.parallel.refused.explained import explaining
-from shardwise.train.data.windows import Window, micro_batches_of
+from shardwise.train.data.windows import Window, micro_batches_of, window_of
 from shardwise.train.guards.agreement import check_agreement, go_on
 from shardwise.train.guards.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.guards.rates import Rates
@@ -100,7 +100,7 @@ class TrainStep:
             NonFiniteError: under `on_nonfinite="raise"`, on all ranks alike.
             SpikeError, OutOfMemoryError, ReplicaError: at the limits of the options' policies, on all ranks alike.
         """
-        start = time.perf_counter()
+        start, batch = time.perf_counter(), window_of(batch)
         if torch.is_autocast_enabled(self.state.mesh.device.type):
             torch.clear_autocast_cache()  # a script's context around its loop holds casts from before the update
         self._check_trained()
@@ -147,7 +147,7 @@ class TrainStep:
 
         Cost: a step without its update.
         """
-        _, _, sums = self._reduced(*self._passes(self._prepared(batch, is_step=False)))
+        _, _, sums = self._reduced(*self._passes(self._prepared(window_of(batch), is_step=False)))
         self.state.optimizer.zero_grad()
         scale = self.state.loss_scale.scale if self.state.loss_scale is not None else 1.0
         factor = self._divisor / (sums.weight * scale) if sums.weight else math.nan

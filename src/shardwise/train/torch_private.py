@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode
+from torch.utils._pytree import register_pytree_node
+
+
+def as_tree_node(kind: type, parts: Callable[[Any], Any], joined: Callable[[Any, Any], Any]) -> None:
+    """Let `tree_map` go into a list of one's own, as into a list: of a subclass it would make one leaf."""
+    register_pytree_node(kind, parts, joined)
 
 
 def scale_all(tensors: list[Tensor], factor: float) -> None:
@@ -106,6 +113,18 @@ def mean_of_labels(loss: Tensor) -> tuple[int, int, bool] | None:
             [following for following, _ in node.next_functions if following is not None] if node is not None else []
         )
     return None
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Whether a loss is a mean, or a sum of means, that nothing has multiplied since: by the nodes of autograd."""
+    nodes: list[Any] = [loss.grad_fn]
+    for node in nodes:
+        name = type(node).__name__
+        if name.startswith(("AddBackward", "ToCopyBackward")) and len(nodes) < _NODES:
+            nodes += [following for following, _ in node.next_functions if following is not None]
+        elif not name.startswith("MeanBackward") and getattr(node, "_saved_reduction", None) != _MEAN:
+            return False
+    return True
 
 
 def _signed(number: int) -> int:

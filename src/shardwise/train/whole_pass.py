@@ -14,7 +14,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, to_device
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together, how_many
-from shardwise.train.data.windows import Window, micro_batches_of
+from shardwise.train.data.windows import MicroBatches, Window, micro_batches_of, window_of
 from shardwise.train.followed.between import set_aside
 from shardwise.train.followed.drawn import compare_draws
 from shardwise.train.guards.halving import communicating
@@ -81,7 +81,7 @@ def go_through(placed: Placed, windows: Iterable[Any], a_pass: Pass) -> None:
 def check_several(windows: Iterable[Any], doing: str) -> None:
     """Refuse one batch, whose rows, or the names of a dict, would be taken for batches, and samples that come twice."""
     is_row_of_parts = isinstance(windows, tuple) and any(isinstance(part, torch.Tensor) for part in windows)
-    if isinstance(windows, torch.Tensor | Mapping | Window) or is_row_of_parts:
+    if isinstance(windows, torch.Tensor | Mapping | Window | MicroBatches) or is_row_of_parts:
         raise UsageError(
             f"{doing}: found one batch ({type(windows).__name__}); needed: windows of eval_batches, or several "
             "batches; give a list of it: [batch]"
@@ -106,7 +106,7 @@ def _places(window: Any, number: int, rank: int, count: int) -> list[Place]:
 
 def _as_many(windows: Iterable[Any], placed: Placed, doing: str) -> Iterator[Any]:
     """Of a script's own batches the first are compared, and ranks without another one do not let the others wait."""
-    mesh, iterator = placed.mesh, iter(windows)
+    mesh, iterator = placed.mesh, map(window_of, windows)
     window = next(iterator, None)
     if isinstance(window, Window) or mesh.world == 1:  # right by construction
         yield from () if window is None else (window,)

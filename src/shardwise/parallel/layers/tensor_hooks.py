@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -247,7 +247,12 @@ def split_sequence(blocks: Mapping[str, nn.Module], tp_mesh: DeviceMesh, dim: in
         if not torch.compiler.is_compiling():
             divided.update((a, True) for a in whole)
         args, kwargs = first.replaced(split(first.tensor, tp_mesh, dim), args, kwargs)
-        return forward(*(split(a, tp_mesh, dim) if any(a is w for w in whole) else a for a in args), **kwargs)
+        args = tuple(split(a, tp_mesh, dim) if any(a is w for w in whole) else a for a in args)
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            _explain_beside((*args, *kwargs.values()), first.tensor, dim, name, error)
+            raise
 
     def follow(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -265,6 +270,19 @@ def _goes_along(value: Any, stream: torch.Tensor, dim: int) -> bool:
     if not isinstance(value, torch.Tensor) or value is stream or not value.is_floating_point():
         return False
     return value.dim() == stream.dim() and value.shape[: dim + 1] == stream.shape[: dim + 1]
+
+
+def _explain_beside(given: Iterable[Any], stream: torch.Tensor, dim: int, name: str, error: RuntimeError) -> None:
+    """Of an error of sizes: what has a number for each token is whole where it meets a part (in attention it may)."""
+    shape = stream.shape[: dim + 1]
+    beside = [value for value in given if isinstance(value, torch.Tensor) and value.shape[: dim + 1] == shape]
+    if beside and _SHAPES.search(str(error)):
+        raise ModelError(
+            f"sequence shards: the block {name} is given a tensor {tuple(beside[0].shape)} beside its hidden states "
+            f"{tuple(stream.shape)}, of which each rank has a part: {str(error).splitlines()[0]}; needed: what blocks "
+            "join with the hidden states as floating numbers by position, with a dim for the features "
+            "(value.unsqueeze(-1)), which is divided with them, or drop `seq` from the plan"
+        ) from error
 
 
 def _refuse_numbers(value: Any, stream: torch.Tensor, dim: int, name: str) -> None:

@@ -7,14 +7,15 @@ collective; a micro-batch without rows carries copies of a real row and is flagg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.errors import UsageError
 from shardwise.parallel.inputs import as_dict, divide_rows
+from shardwise.train.torch_private import as_tree_node
 
 
 class DataRank(Protocol):
@@ -126,10 +127,48 @@ class Window:
     indices: list[int] = field(repr=False)
     """The samples at these positions; for a stream, the positions themselves."""
 
+    def __post_init__(self) -> None:
+        """Its list of micro-batches knows all else of it."""
+        rest = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "micro_batches"}
+        object.__setattr__(self, "micro_batches", _joined(self.micro_batches, rest))
+
     @property
     def sample_ids(self) -> tuple[tuple[int, int], ...]:
         """(position, sample index) of each of this rank's rows, in order; padding is not among them."""
         return tuple(zip(self.positions, self.indices, strict=True))
+
+
+class MicroBatches(list[Any]):
+    """Those of a window. A step given these alone finds the window again, and with it which of them are padding."""
+
+    window: Mapping[str, Any] | None = None
+    """All else of the window; not the window itself, which would keep tensors until cycles are collected."""
+
+
+def _joined(micro_batches: Any, window: Mapping[str, Any] | None) -> MicroBatches:
+    made = MicroBatches(micro_batches)
+    made.window = window
+    return made
+
+
+as_tree_node(MicroBatches, lambda value: (list(value), value.window), _joined)
+
+
+def window_of(batch: Any) -> Any:
+    """The window whose list of micro-batches this is; anything else is itself.
+
+    Raises:
+        UsageError: the list has lost or gained micro-batches since.
+    """
+    if not isinstance(batch, MicroBatches) or batch.window is None:
+        return batch
+    if len(batch) != len(batch.window["weights_zero"]):
+        raise UsageError(
+            f"a step was given a window's list of micro-batches, changed from {len(batch.window['weights_zero'])} to "
+            f"{len(batch)}: which of them are padding is not known; needed: the window, or a list of your own of the "
+            "batches with rows"
+        )
+    return Window(micro_batches=batch, **batch.window)
 
 
 def micro_batches_of(batch: Any, count: int) -> tuple[list[Any], tuple[bool, ...]]:

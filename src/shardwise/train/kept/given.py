@@ -7,28 +7,11 @@ from functools import partial
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import UsageError
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.placed import Placed, check_placed
 from shardwise.train.batches import Batches
 from shardwise.train.ema import Ema
 
 _POSITION = ("state_dict", "load_state_dict")
-
-
-def check_placed(placed: object, call: str) -> None:
-    """Refuse a module, or a state, in place of what `apply` gave.
-
-    Args:
-        placed: what is looked at.
-        call: what was given it, for the message.
-
-    Raises:
-        UsageError: naming what was found, and what is needed.
-    """
-    if not isinstance(placed, Placed):
-        known = "; state.placed is it" if hasattr(placed, "placed") else ""
-        raise UsageError(
-            f"{call}: found {type(placed).__name__}; needed placed = shardwise.apply(model, plan, mesh){known}"
-        )
 
 
 def check_given(placed: Placed, optimizer: object, batches: object, schedule: object, ema: object) -> None:

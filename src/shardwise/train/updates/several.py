@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.rules import MAX_SHOWN
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.placed import Placed, check_placed
 from shardwise.train.updates.groups import matches
 from shardwise.train.updates.optim import NamedOptimizer, name_optimizer
 from shardwise.train.updates.state_values import Kind, same_forms
@@ -103,7 +103,7 @@ def several(placed: Placed, parts: Mapping[str, Factory]) -> NamedOptimizer:
             matches takes a parameter.
 
     Raises:
-        UsageError: no parts, or what a function gives is no optimizer.
+        UsageError: what is given is not placed; no parts, or no functions; or what one gives is no optimizer.
         ModelError: a pattern that takes nothing on any pipeline stage, or a trainable parameter that none takes, all
             listed.
 
@@ -113,6 +113,13 @@ def several(placed: Placed, parts: Mapping[str, Factory]) -> NamedOptimizer:
     ...     "*": lambda p: adamw(p, 3e-4),
     ... })
     """
+    check_placed(placed, "several")
+    wrong = next((each for each in parts.values() if not callable(each)), None) if isinstance(parts, Mapping) else parts
+    if wrong is not None:
+        raise UsageError(
+            f"several: found {type(wrong).__name__} as what makes an optimizer; needed: patterns with functions of "
+            "what each takes, {'*': lambda p: torch.optim.SGD(p.parameters(), lr=0.1)}"
+        )
     if not parts:
         raise UsageError("several: found no parts, needed at least one; as {'*': lambda p: adamw(p, 3e-4)}")
     left = [name for name, parameter in placed.named_parameters().items() if parameter.requires_grad]
