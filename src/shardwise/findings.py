@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Literal, TypeVar
 
 Row = TypeVar("Row")
@@ -86,10 +86,17 @@ def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:
 def near(name: str, known: Sequence[str], limit: int = 3) -> str:
     """The same, and nothing when no name is near; one that differs in the case of its letters alone is the one meant.
 
-    >>> near("sead", ["steps"]), near("PP", ["pp", "cp"])
-    ('', "did you mean 'pp'?")
+    >>> near("sead", ["steps"]), near("PP", ["pp", "cp"]), near("doesnotexist", ["dots3_note"])
+    ('', "did you mean 'pp'?", '')
     """
     names = list(dict.fromkeys(known))  # tables of several kinds have some twice
     same = [each for each in names if each.casefold() == name.casefold()]
-    close = same or get_close_matches(name, names, n=limit, cutoff=0.6)
+    alike = get_close_matches(name, names, n=max(limit, len(names)), cutoff=0.6)
+    close = same or [each for each in alike if _share_a_run(name, each)][:limit]
     return "did you mean " + " or ".join(repr(c) for c in close) + "?" if close else ""
+
+
+def _share_a_run(name: str, other: str) -> bool:
+    """Whether a third of the shorter one is together in both: letters that stand here and there make nothing near."""
+    run = SequenceMatcher(None, name, other).find_longest_match().size
+    return 3 * run >= min(len(name), len(other))

@@ -125,6 +125,10 @@ class Witness:
         self._prints.start()
         return micro, zero
 
+    def losses(self, sums: Sequence[torch.Tensor]) -> None:
+        """What a step's micro-batches gave: in which type they were added up, which may be coarser than the plan's."""
+        self._now["loss_eps"] = max((torch.finfo(loss.dtype).eps for loss in sums), default=0.0)
+
     def gradients(self, grads: Mapping[str, torch.Tensor], factor: float) -> None:
         """The gradient of the step before clipping: `factor` makes it the mean one. Collective."""
         self._prints.stop()
