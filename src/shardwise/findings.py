@@ -91,12 +91,11 @@ def near(name: str, known: Sequence[str], limit: int = 3) -> str:
     """
     names = list(dict.fromkeys(known))  # tables of several kinds have some twice
     same = [each for each in names if each.casefold() == name.casefold()]
-    alike = get_close_matches(name, names, n=max(limit, len(names)), cutoff=0.6)
-    close = same or [each for each in alike if _share_a_run(name, each)][:limit]
+    alike, sure = (get_close_matches(name, names, n=len(names) or 1, cutoff=cutoff) for cutoff in (0.6, 2 / 3))
+    close = same or [each for each in alike if each in sure or _share_a_half(name, each)][:limit]
     return "did you mean " + " or ".join(repr(c) for c in close) + "?" if close else ""
 
 
-def _share_a_run(name: str, other: str) -> bool:
-    """Whether a third of the shorter one is together in both: letters that stand here and there make nothing near."""
-    run = SequenceMatcher(None, name, other).find_longest_match().size
-    return 3 * run >= min(len(name), len(other))
+def _share_a_half(name: str, other: str) -> bool:
+    """Whether half of the shorter one stands in both in one piece: letters here and there make nothing near."""
+    return 2 * SequenceMatcher(None, name, other).find_longest_match().size >= min(len(name), len(other))

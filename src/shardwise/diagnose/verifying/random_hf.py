@@ -113,7 +113,7 @@ def _refuse_unfed(name: str, config: PreTrainedConfig) -> None:
 
 
 def _taken(config: PreTrainedConfig) -> str:
-    """What a model takes beside or in place of what is fed, and whether rows meet in its loss, as far as that is known."""
+    """What a model takes beside or in place of what is fed, and whether rows meet in its loss; empty: not known."""
     try:
         inputs = inputs_of(config)
     except ModelError:
