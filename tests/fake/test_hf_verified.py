@@ -102,3 +102,11 @@ def test_sizes_of_another_kind() -> None:
 def test_a_default_that_is_null_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot be made .* mend what is null: num_key_value_heads"):
         build(hf_config("nemotron"))
+
+
+def test_a_name_that_is_near_none_gets_popular_ones() -> None:
+    """It was asked whether `dots3_note` was meant."""
+    with pytest.raises(ConfigError, match=r"such as llama, qwen3, .*vit$"):
+        hf_config("doesnotexist")
+    with pytest.raises(ConfigError, match=r"did you mean 'llama' or"):
+        hf_config("lama")

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from shardwise.diagnose.verifying.trace import Trace
-from shardwise.train.guards.witness import SHARE
+from shardwise.train.guards.witness import SHARE, ULPS
 
 KINDS = ("loss", "norm", "grad", "param", "state", "statistics")
 """What is compared, in the order of the table."""
 FACTOR = 16
 """A difference may be so many times what one process differs from itself by when it adds up in another order."""
-ULPS = 8
-"""The least tolerance, in units of rounding (eps) of the type, before FACTOR: what a longer sum may cost."""
 _FOLDERS = {"grad": "grad", "param": "param", "state": "optim", "statistics": "buffer"}
 
 
