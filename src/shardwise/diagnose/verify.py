@@ -24,7 +24,6 @@ from shardwise.diagnose.verifying.faults import Evidence, causes
 from shardwise.diagnose.verifying.parity import (
     FACTOR,
     KINDS,
-    ULPS,
     Difference,
     Tolerances,
     differences,
@@ -41,7 +40,7 @@ from shardwise.launch.environment import HOST
 from shardwise.launch.forked import World
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import Batch, Float8, Plan
-from shardwise.train.guards.witness import Request
+from shardwise.train.guards.witness import ULPS, Request
 
 RANDOM_ABOVE = {"fp64": 1e-9, "fp32": 1e-4}
 """A first loss that moves by more when rows are grouped otherwise is no rounding: random draws, or batch statistics."""
