@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Literal, TypeVar
 
 Row = TypeVar("Row")
@@ -86,10 +86,16 @@ def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:
 def near(name: str, known: Sequence[str], limit: int = 3) -> str:
     """The same, and nothing when no name is near; one that differs in the case of its letters alone is the one meant.
 
-    >>> near("sead", ["steps"]), near("PP", ["pp", "cp"])
-    ('', "did you mean 'pp'?")
+    >>> near("sead", ["steps"]), near("PP", ["pp", "cp"]), near("doesnotexist", ["dots3_note"])
+    ('', "did you mean 'pp'?", '')
     """
     names = list(dict.fromkeys(known))  # tables of several kinds have some twice
     same = [each for each in names if each.casefold() == name.casefold()]
-    close = same or get_close_matches(name, names, n=limit, cutoff=0.6)
+    alike, sure = (get_close_matches(name, names, n=len(names) or 1, cutoff=cutoff) for cutoff in (0.6, 2 / 3))
+    close = same or [each for each in alike if each in sure or _share_a_half(name, each)][:limit]
     return "did you mean " + " or ".join(repr(c) for c in close) + "?" if close else ""
+
+
+def _share_a_half(name: str, other: str) -> bool:
+    """Whether half of the shorter one stands in both in one piece: letters here and there make nothing near."""
+    return 2 * SequenceMatcher(None, name, other).find_longest_match().size >= min(len(name), len(other))

@@ -48,8 +48,15 @@ def test_a_family_is_made_tiny_and_fed(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("wav2vec2", r"verify hf:wav2vec2: Wav2Vec2Model cannot be fed .*input_values.*write a script"),
-        ("clip", r"CLIPModel cannot be fed .*needed a model of token ids, pairs of them or pictures"),
+        ("wav2vec2", r"verify hf:wav2vec2: Wav2Vec2Model cannot be fed: it takes input_values .*write a script"),
+        (
+            "clip",
+            r"CLIPModel cannot be fed: it takes input_ids and pixel_values .*rows of a batch .*needed a model of tok",
+        ),
+        ("siglip2", r"cannot be fed: it takes input_ids and pixel_values and .*patches.* .docs/loss.md"),
+        ("whisper", r"cannot be fed: it takes decoder_input_ids and input_features \(a sample is input_features of"),
+        ("speecht5", r"cannot be fed: it takes decoder_input_ids and input_values \(a sample is a sound"),
+        ("idefics", r"cannot be fed: it takes input_ids and pixel_values and image_attention_mask"),
         ("dinov3_vit", r"gives no logits, needed logits of shape \[2, 'classes'\]; name a class"),
         ("wav2vec2-bert", r"has a vocabulary of 0, needed at least 3"),
         ("decision_transformer", r"has a vocabulary of 1, needed at least 3 to be fed token ids; write a script"),
@@ -95,3 +102,11 @@ def test_sizes_of_another_kind() -> None:
 def test_a_default_that_is_null_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot be made .* mend what is null: num_key_value_heads"):
         build(hf_config("nemotron"))
+
+
+def test_a_name_that_is_near_none_gets_popular_ones() -> None:
+    """It was asked whether `dots3_note` was meant."""
+    with pytest.raises(ConfigError, match=r"such as llama, qwen3, .*vit$"):
+        hf_config("doesnotexist")
+    with pytest.raises(ConfigError, match=r"did you mean 'llama' or"):
+        hf_config("lama")

@@ -477,6 +477,57 @@ def test_rounding_is_measured_where_a_loss_compares_rows_with_each_other(verify,
     assert "kept together" in report.how
 
 
+FLOAT_LOGITS = """
+import sys
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.block, self.head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.block(self.words(ids)))).float()
+
+
+def loss_fn(logits, batch):
+    loss = sw.token_cross_entropy(logits, batch["labels"])
+    return sw.Loss(loss.sum / loss.weight, 1) if MEAN else loss
+
+
+plan = sw.Plan.load(sys.argv[1])
+draw = torch.Generator().manual_seed(0)
+ids = torch.randint(0, 50, (64, 7), generator=draw)
+kept = torch.arange(6) < torch.randint(1, 7, (64, 1), generator=draw)
+labels = torch.where(kept, ids[:, 1:], -100)
+rows = [{"ids": row, "labels": label} for row, label in zip(ids[:, :-1], labels)]
+with sw.open_mesh(plan) as mesh:
+    placed = sw.apply(Net, plan, mesh, seed=1)
+    data = sw.loader(rows, plan.batch, mesh, global_size=16, seed=1)
+    state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), data)
+    for _ in sw.steps(state, loss_fn, until=2):
+        pass
+"""
+
+
+def test_a_loss_in_fp32_is_judged_by_the_roundings_of_fp32(verify, tmp_path) -> None:
+    """Logits that are cast in the model: a loss that moved by 8e-8 was called a mean of means."""
+    script = tmp_path / "cast.py"
+    script.write_text(FLOAT_LOGITS.replace("MEAN", "False"))
+    report = verify(script, "dp2")
+    assert report.proven, str(report)
+    assert "rows shuffled and in other micro-batches" in report.how
+    (of_loss,) = (row for row in report.rows if row.kind == "loss")
+    assert of_loss.tolerance < 1e-4
+    script.write_text(FLOAT_LOGITS.replace("MEAN", "True"))
+    assert verify(script, "dp2").findings[0].id == "verify.mean-of-means"
+
+
 BAGS = """
 import sys
 

@@ -24,7 +24,6 @@ from shardwise.diagnose.verifying.faults import Evidence, causes
 from shardwise.diagnose.verifying.parity import (
     FACTOR,
     KINDS,
-    ULPS,
     Difference,
     Tolerances,
     differences,
@@ -41,10 +40,12 @@ from shardwise.launch.environment import HOST
 from shardwise.launch.forked import World
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import Batch, Float8, Plan
-from shardwise.train.guards.witness import Request
+from shardwise.train.guards.witness import ULPS, Request
 
 RANDOM_ABOVE = {"fp64": 1e-9, "fp32": 1e-4}
 """A first loss that moves by more when rows are grouped otherwise is no rounding: random draws, or batch statistics."""
+RANDOM_LOSS = 1e3
+"""The same in roundings of the loss's own type, where that is coarser than what is run in."""
 SHUFFLED = (8, 3)
 """Micro-batches of the two shuffled runs, as far as there are rows."""
 
@@ -239,7 +240,7 @@ def _eps(options: Options) -> float:
 
 def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options, rows: Rows) -> Baseline | Failed:
     steps = min(trace.num_steps for trace in (truth, *others))
-    eps = _eps(options)
+    floor = Tolerances(eps=_eps(options), loss_eps=truth.first.steps[0]["loss_eps"])
     for other in others:
         initial = facts.initial_differences((other, truth))
         if initial or facts.rows_differ(other, truth, 1):
@@ -256,21 +257,25 @@ def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options, r
             message=f"the first loss on one process is {loss}: there is nothing to compare; look at the data",
         )
     firsts = [(other.first.steps[0], truth.first.steps[0]) for other in others]
-    for name, what in (("loss", "loss"), ("grad_norm", "gradient")):
+    least = RANDOM_ABOVE[options.dtype]
+    for name, what, above in (
+        ("loss", "loss", max(least, RANDOM_LOSS * floor.loss_eps)),
+        ("grad_norm", "gradient", least),
+    ):
         moved = max(number_difference(other[name], first[name]) for other, first in firsts)
-        if moved <= RANDOM_ABOVE[options.dtype]:
+        if moved <= above:
             continue
         how = (
             f"{FACTOR} x {ULPS} roundings: not measured, since one process with its rows grouped otherwise gets "
             f"another {what} ({moved:.1e}), which is no rounding"
         )
-        return Baseline(plan=plan, truth=truth, tolerances=Tolerances(eps=eps), order_matters=True, how=how)
+        return Baseline(plan=plan, truth=truth, tolerances=floor, order_matters=True, how=how)
     how = (
         f"{FACTOR} x what one process differs from itself by, per tensor (at least the 90th percentile of its kind and "
         f"{ULPS} roundings), in {len(others)} runs with {ROWS[rows]}, other threads, and gradients moved by a "
         "rounding"
     )
-    measured = tolerances(truth, others, steps, eps)
+    measured = tolerances(truth, others, steps, floor)
     return Baseline(plan=plan, truth=truth, tolerances=measured, order_matters=False, how=how)
 
 

@@ -33,12 +33,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from shardwise.errors import ConfigError, DataError, ModelError, UsageError
-from shardwise.findings import nearest
+from shardwise.findings import near, nearest
 from shardwise.model.spec import preset
 from shardwise.models.hf_sizes import LENGTHS, SIZES, assumed_sizes, refuse_sizes, refuse_unsaid, text_of
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
+POPULAR = "llama, qwen3, gemma3_text, mistral, mixtral, gpt2, bert, t5 or vit"
+"""Of some hundred model types those that are said where none is near."""
 REFUSALS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 """What configurations of `transformers` raise over values that they do not take."""
 FROM_PADDING = "create_position_ids_from_input_ids"
@@ -75,7 +77,7 @@ def hf_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
     raise ConfigError(
         f"model {PREFIX}{text}: transformers {transformers.__version__} knows no model type or class of this name, and "
         f"there is no such file; needed: a config.json, a local directory, a model type or a class name; "
-        f"{nearest(text, names)}"
+        f"{near(text, names) or f'such as {POPULAR}'}"
     )
 
 

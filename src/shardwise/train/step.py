@@ -172,6 +172,8 @@ class TrainStep:
         self._unused.begin()
         with (placed := self.state.placed).gathering():
             losses = self._pipelined(micro, zero) if placed.pipeline else self._accumulated(micro, zero)
+        if self._witness is not None:
+            self._witness.losses([loss.sum for loss in losses])
         return micro, zero, losses
 
     def _reduced(

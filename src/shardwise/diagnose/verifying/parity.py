@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from shardwise.diagnose.verifying.trace import Trace
-from shardwise.train.guards.witness import SHARE
+from shardwise.train.guards.witness import SHARE, ULPS
 
 KINDS = ("loss", "norm", "grad", "param", "state", "statistics")
 """What is compared, in the order of the table."""
 FACTOR = 16
 """A difference may be so many times what one process differs from itself by when it adds up in another order."""
-ULPS = 8
-"""The least tolerance, in units of rounding (eps) of the type, before FACTOR: what a longer sum may cost."""
 _FOLDERS = {"grad": "grad", "param": "param", "state": "optim", "statistics": "buffer"}
 
 
@@ -47,12 +45,14 @@ class Tolerances:
     usual: Mapping[str, float] = field(default_factory=dict)
     """The 90th percentile of those by kind."""
     eps: float = torch.finfo(torch.float64).eps
+    loss_eps: float = 0.0
+    """Of the type that losses are in, where it is another: a model may give its logits in fp32 whatever it runs in."""
     num_runs: int = 0
 
     def of(self, difference: Difference) -> float:
         """What a difference may be: FACTOR times the most that was measured for it, for its kind, and ULPS."""
-        measured = max(self.own.get(difference.key, 0.0), self.usual.get(difference.kind, 0.0), ULPS * self.eps)
-        return FACTOR * measured
+        eps = max(self.eps, self.loss_eps) if difference.kind == "loss" else self.eps
+        return FACTOR * max(self.own.get(difference.key, 0.0), self.usual.get(difference.kind, 0.0), ULPS * eps)
 
     def measured(self, difference: Difference) -> float:
         """What one process differed from itself by in the same thing."""
@@ -121,14 +121,14 @@ def _largest(tensor: torch.Tensor) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def tolerances(truth: Trace, others: Sequence[Trace], steps: int, eps: float) -> Tolerances:
+def tolerances(truth: Trace, others: Sequence[Trace], steps: int, floor: Tolerances) -> Tolerances:
     """From runs of one process that add up the same numbers in other orders.
 
     Args:
         truth: the reference.
         others: the same with rows shuffled, in other micro-batches and with other numbers of threads.
         steps: of each.
-        eps: of the type they ran in.
+        floor: that has measured nothing, of the types they ran in.
     """
     own: dict[tuple[str, int, str], float] = {}
     for other in others:
@@ -138,7 +138,7 @@ def tolerances(truth: Trace, others: Sequence[Trace], steps: int, eps: float) ->
     for (kind, _, _), value in own.items():
         by_kind.setdefault(kind, []).append(value)
     usual = {kind: sorted(values)[int(0.9 * (len(values) - 1))] for kind, values in by_kind.items()}
-    return Tolerances(own=own, usual=usual, eps=eps, num_runs=len(others))
+    return replace(floor, own=own, usual=usual, num_runs=len(others))
 
 
 def factor_of(mine: Trace, truth: Trace, keys: Sequence[str]) -> float | None:

@@ -6,14 +6,16 @@ It imports `transformers` (the extra `hf`); only `shardwise verify hf:...` asks 
 from __future__ import annotations
 
 import sys
+from inspect import signature
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from shardwise.diagnose.verifying.random_run import Rows, Shape, train
+from shardwise.diagnose.verifying.random_run import SEQ, Rows, Shape, train
 from shardwise.errors import ModelError
 from shardwise.models.hf import PREFIX, hf_config, hf_factory, model_class
+from shardwise.models.hf_inputs import inputs_of
 from shardwise.models.hf_sizes import CHOSEN, shrunk_config
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.plan.plan import Plan
@@ -98,8 +100,8 @@ def _refuse_unfed(name: str, config: PreTrainedConfig) -> None:
     except Exception as error:  # the model's own code
         what = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"verify {PREFIX}{name}: {cls} cannot be fed ({type(error).__name__}: {what}), needed a model of {FEEDS}; "
-            f"{do}"
+            f"verify {PREFIX}{name}: {cls} cannot be fed{_taken(config)} ({type(error).__name__}: {what}), needed a "
+            f"model of {FEEDS}; {do}"
         ) from error
     found = getattr(output, "logits", output if isinstance(output, torch.Tensor) else None)
     if found is None or found.shape[:-1] != labels.shape:
@@ -108,6 +110,23 @@ def _refuse_unfed(name: str, config: PreTrainedConfig) -> None:
             f"verify {PREFIX}{name}: {cls}, given {given}, gives {gives}, needed logits of shape "
             f"{[*labels.shape, 'classes']}; name a class with such an output layer (hf:CLASS), or {do}"
         )
+
+
+def _taken(config: PreTrainedConfig) -> str:
+    """What a model takes beside or in place of what is fed, and whether rows meet in its loss; empty: not known."""
+    try:
+        inputs = inputs_of(config)
+    except ModelError:
+        inputs = None
+    if inputs is None:
+        return ""
+    cls = model_class(config)
+    takes = f": it takes {' and '.join(inputs.sample(SEQ))} ({inputs.note})"
+    if "return_loss" in signature(cls.forward).parameters:
+        takes += (
+            ", and its loss compares the rows of a batch with each other, for which a script says how (docs/loss.md)"
+        )
+    return takes
 
 
 @torch.no_grad()

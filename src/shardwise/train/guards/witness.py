@@ -42,6 +42,8 @@ REQUEST = "request.json"
 SHARE = 1e-3
 """Tensors below this share of their kind's usual size are compared with that: a gradient that is zero in exact
 arithmetic (the bias of keys) is noise over noise."""
+ULPS = 8
+"""The least that a compared thing may differ by, in units of rounding (eps) of the type: what a longer sum may cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,10 @@ class Witness:
         self._generators = _generators()
         self._prints.start()
         return micro, zero
+
+    def losses(self, sums: Sequence[torch.Tensor]) -> None:
+        """What a step's micro-batches gave: in which type they were added up, which may be coarser than the plan's."""
+        self._now["loss_eps"] = max((torch.finfo(loss.dtype).eps for loss in sums), default=0.0)
 
     def gradients(self, grads: Mapping[str, torch.Tensor], factor: float) -> None:
         """The gradient of the step before clipping: `factor` makes it the mean one. Collective."""
@@ -214,13 +220,18 @@ def whole(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tenso
 def round_otherwise(grads: Mapping[str, torch.Tensor], share: float, *, seed: int) -> None:
     """Move each element of some gradients, in place, by a share at most of the largest of its tensor.
 
-    A tensor of far smaller ones than usual is taken to be a sum of usual ones. What is exactly zero is a sum of
+    A tensor of far smaller ones than usual is nothing but rounding of a sum of usual ones, and moves by as much as its
+    gradient may differ by: an optimizer that divides by its size makes a step of it. What is exactly zero is a sum of
     nothing, and stays.
 
     >>> grads = {"a": torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)}
     >>> round_otherwise(grads, 0.25, seed=1)
     >>> float(grads["a"][0]), bool((grads["a"] - torch.tensor([0.0, 1.0, 2.0])).abs().max() <= 0.5)
     (0.0, True)
+    >>> grads = {"k.bias": torch.full((100,), 1e-16).double(), "b": torch.ones(1).double(), "c": torch.ones(1).double()}
+    >>> round_otherwise(grads, 1e-16, seed=1)
+    >>> bool(4e-19 < (grads["k.bias"] - 1e-16).abs().max() < 8e-19)
+    True
     """
     sizes = {name: float(grad.abs().max()) for name, grad in grads.items() if grad.numel()}
     usual = SHARE * sorted(sizes.values())[len(sizes) // 2] if sizes else 0.0
@@ -228,7 +239,7 @@ def round_otherwise(grads: Mapping[str, torch.Tensor], share: float, *, seed: in
     for name, size in sizes.items():
         grad = grads[name]
         moved = 2 * torch.rand(grad.shape, generator=draw, dtype=torch.float64) - 1
-        grad.add_((moved * (share * max(size, usual))).to(grad) * (grad != 0))
+        grad.add_((moved * (share * (size if size >= usual else ULPS * usual))).to(grad) * (grad != 0))
 
 
 def regroup(micro: Sequence[Any], request: Request, *, seed: int) -> list[Any]:
