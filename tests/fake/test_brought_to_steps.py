@@ -78,7 +78,10 @@ def two_that_set_rates(mesh: sw.Mesh) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[sw.Mesh], Any], str]] = {
-    "parameters": (lambda mesh: sw.adamw(placed_on(mesh).parameters(), 0.1), "what apply.. gave: found generator, needed"),
+    "parameters": (
+        lambda mesh: sw.adamw(placed_on(mesh).parameters(), 0.1),
+        "what apply.. gave: found generator, needed",
+    ),
     "module": (lambda mesh: sw.lion(placed_on(mesh).module, 0.1), "found Linear, needed `adamw.placed, lr="),
     "batches": (a_scheduler_as_batches, "batches of type StepLR.*state.keep.scheduler=scheduler"),
     "schedule": (a_scheduler_as_schedule, "schedule: found StepLR; needed a function from the step"),
