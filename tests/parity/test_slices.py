@@ -131,17 +131,6 @@ class Steering(nn.Module):
         return self.look(x, turn, mask=x.new_full((x.shape[1], x.shape[1]), -2.0).triu(1))
 
 
-class NormedKeys(Look):
-    """The gradient of the bias of keys is nothing but roundings, here of fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-
-    def see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q.float() @ self.norm(k).float().mT).softmax(-1).to(v.dtype) @ v
-
-
 class Recomputing(Look):
     """Its rows are called again in the backward pass."""
 
@@ -262,9 +251,3 @@ def test_what_works_on_slices_trains_as_one_process(world: World, name: str, pla
         assert isinstance(found, dict), found
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13)
-
-
-def test_gradients_that_are_roundings_are_not_compared(world: World) -> None:
-    rules = {**QKV, "norm": "heads"}
-    for found in world(2, trained, NormedKeys, rules, "tp2 / fp64"):
-        assert isinstance(found, dict), found
