@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -107,6 +108,36 @@ class OneByOne(Look):
         return self.o(torch.cat([self.see(*each) for each in zip(*pieces, strict=True)], -1))
 
 
+class Steered(Look):
+    """What steers heads is given as numbers that nobody learns: a mask, a turn; so is a scale that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(SIZE), requires_grad=False)
+
+    def forward(self, x: Tensor, turn: Tensor | None = None, *, mask: Tensor | float = 0.0) -> Tensor:
+        q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))
+        seen = (q * self.scale * turn @ k.mT + mask).softmax(-1) @ v
+        return self.o(seen.transpose(1, 2).flatten(2))
+
+
+class Steering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = Steered()
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn = torch.linspace(1, 2, x.shape[1] * SIZE, dtype=x.dtype).view(x.shape[1], SIZE).cos()
+        return self.look(x, turn, mask=x.new_full((x.shape[1], x.shape[1]), -2.0).triu(1))
+
+
+class Recomputing(Look):
+    """Its rows are called again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class Inner(Look):
     """The row layer stands outside of what holds the columns."""
 
@@ -160,6 +191,8 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "plain": (Look, QKV),
     "scaled": (Scaled, {**QKV, "": "heads"}),
     "one by one": (OneByOne, QKV),
+    "steered": (Steering, {**{f"look.{name}": style for name, style in QKV.items()}, "look": "replicate"}),
+    "recomputing": (Recomputing, QKV),
     "outer": (Outer, {"inner.q": "column", "inner.k": "column", "inner.v": "column", "o": "row"}),
     "fused, gathered": (Fused, {**MLP, "up": "column-gather"}),
 }

@@ -94,7 +94,7 @@ def hold(module: nn.Module, holder: Holder) -> None:
     """Let `module` gather its first input where that is split, and share it with its column layers."""
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        first = _First.of(module, args, kwargs)
+        first = First.of(module, args, kwargs)
         if first is None or not first.tensor.is_floating_point() or isinstance(first.tensor, DTensor):
             return forward(*args, **kwargs)
         if holder.sequence_dim is not None and first.tensor.dim() <= 2:
@@ -123,7 +123,7 @@ def hold(module: nn.Module, holder: Holder) -> None:
     wrap_forward(module, run)
 
 
-def _refuse_second_sequence(module: nn.Module, holder: Holder, first: _First, given: tuple[Any, ...]) -> None:
+def _refuse_second_sequence(module: nn.Module, holder: Holder, first: First, given: tuple[Any, ...]) -> None:
     """The first input is gathered; another one with as many tokens is a part too, and would be taken for the whole."""
     dim = cast(int, holder.sequence_dim)
     args, kwargs = given
@@ -230,7 +230,7 @@ def split_sequence(blocks: Mapping[str, nn.Module], tp_mesh: DeviceMesh, dim: in
     divided = WeakTensorKeyDictionary()
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        first = _First.of(block, args, kwargs)
+        first = First.of(block, args, kwargs)
         if first is None or first.tensor.dim() <= dim:
             found = "no tensor" if first is None else f"shape {tuple(first.tensor.shape)}"
             raise ModelError(
@@ -349,19 +349,20 @@ def check_same_input(module: nn.Module, tp_mesh: DeviceMesh, rule: str) -> None:
 
 
 @dataclass(frozen=True)
-class _First:
+class First:
     """The first tensor that a module is called with: position 0, or the keyword of forward's first parameter."""
 
     tensor: torch.Tensor
     keyword: str | None
 
     @staticmethod
-    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _First | None:
+    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> First | None:
+        """Of a call; None: there is none."""
         if args:
-            return _First(args[0], None) if isinstance(args[0], torch.Tensor) else None
+            return First(args[0], None) if isinstance(args[0], torch.Tensor) else None
         keyword = next(iter(inspect.signature(module.forward).parameters), None)
         value = kwargs.get(keyword) if keyword else None
-        return _First(value, keyword) if isinstance(value, torch.Tensor) else None
+        return First(value, keyword) if isinstance(value, torch.Tensor) else None
 
     def replaced(
         self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

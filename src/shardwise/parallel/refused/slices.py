@@ -21,18 +21,22 @@ from torch.func import functional_call
 
 from shardwise.errors import ModelError
 from shardwise.model.adapters import has_adapters, home
-from shardwise.model.nested import leaves, put
+from shardwise.model.nested import leaves
 from shardwise.model.rules import generalise
 from shardwise.parallel.declared import is_transposed, localise_heads
-from shardwise.parallel.layers.tensor_hooks import wrap_forward
+from shardwise.parallel.layers.tensor_hooks import First, wrap_forward
 from shardwise.parallel.module_torch_private import hooks_of
 from shardwise.parallel.placed import Part, Placed
+from shardwise.parallel.randomness.generators import restore, states
 from shardwise.parallel.stages.stage import StageDone
 
 LARGEST = 2**28
 """Weights of a module that is still looked at: they are drawn, in fp32 or fp64, while a step holds most."""
 CLOSE = 1e-2
 """What two sums of the same numbers differ by at most, in any type; another number of heads makes more of it."""
+MOVED = 1e-4
+"""By how much of itself each weight is moved, for what the numbers of the whole differ by then: some, as the gradient
+of the bias of a norm of keys, are nothing but roundings."""
 
 
 class _DiffersError(Exception):
@@ -42,7 +46,8 @@ class _DiffersError(Exception):
 def watch_slices(placed: Placed) -> None:
     """Refuse such code at the first forward of training; nothing is looked at after it.
 
-    What cannot be called apart (it draws, holds experts or hooks, meets other ranks) is not judged.
+    What cannot be called apart (it draws, recomputes, holds experts or hooks, meets other ranks, takes objects) is not
+    judged.
 
     Cost: a few forward and backward passes of one module of each kind, with one row; nothing is communicated.
     """
@@ -109,17 +114,21 @@ class _Look:
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep one row of what the module is called with first."""
-        tensors = [(path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        usual = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta for _, t in tensors)
-        if not (module.training and torch.is_grad_enabled()) or not tensors or not usual:
+        first = First.of(module, args, kwargs)
+        found = [leaf for _, leaf in leaves((args, kwargs))]
+        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        usual = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta for t in tensors)
+        if not (module.training and torch.is_grad_enabled() and first and usual and all(map(_is_plain, found))):
             return
         self.handle.remove()
-        (place, first), rows = tensors[0], tensors[0][1].shape[:1]
-        with torch.no_grad():
-            one = {path: (t[:1] if t.shape[:1] == rows else t).clone() for path, t in tensors}
-            if first.dim() > 2:
-                one[place] = torch.cat([one[place]] * self.repeats, 1)
-        self.given = put((args, kwargs), one)
+        rows = first.tensor.shape[:1]
+        one = {id(t): (t.detach()[:1] if t.shape[:1] == rows else t.detach()).clone() for t in tensors}
+        if first.tensor.dim() > 2:
+            one[id(first.tensor)] = torch.cat([one[id(first.tensor)]] * self.repeats, 1)
+        for tensor in tensors:
+            is_learned = tensor is first.tensor or tensor.requires_grad
+            one[id(tensor)].requires_grad_(is_learned and tensor.is_floating_point())
+        self.given = deepcopy((args, kwargs), one)
 
     def judge(self) -> None:
         """Compare.
@@ -128,10 +137,11 @@ class _Look:
             ModelError: it makes something else of slices.
         """
         given, self.given = self.given, None
-        devices = {t.device for _, t in leaves(given) if isinstance(t, torch.Tensor) and t.is_cuda}
+        device = next(t for _, t in leaves(given) if isinstance(t, torch.Tensor)).device
+        drawn = states(device)
         try:
-            with torch.random.fork_rng([d.index for d in devices]), torch.enable_grad():
-                _Twins(self, given).compare()
+            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                _Twins(self, given, device).compare()
         except _DiffersError as differs:
             columns = [name for name, style in self.styles.items() if style == "column"]
             what = f"{self.name or 'the model'} ({type(self.whole).__name__})"
@@ -143,28 +153,45 @@ class _Look:
             ) from None
         except Exception:  # its own, or of what it needs around it: nobody can judge it
             return
+        finally:
+            restore(drawn, device)
 
 
 @dataclass
 class _Record:
     """What the whole did, call by call."""
 
-    outputs: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    """Path and tensor."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    paths: list[Any] = field(default_factory=list)
+    """Of the outputs."""
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     columns: list[torch.Tensor | None] = field(default_factory=list)
     """Gradients of what column layers were given."""
     rows: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Name, input and output of row layers."""
+    is_over: bool = False
+    """What is called now is computed again, in the backward pass."""
+    moves: dict[Any, float] = field(default_factory=dict)
+    """By how much each of these numbers differs where weights are moved by `MOVED` of themselves."""
+
+    def numbers(self) -> dict[Any, torch.Tensor]:
+        """What is compared."""
+        rows = {("row", place): given for place, (_, given, _) in enumerate(self.rows)}
+        return {**dict(enumerate(self.outputs)), **self.grads, **rows}
+
+    def is_close(self, found: torch.Tensor, expected: torch.Tensor, key: Any) -> bool:
+        """Whether a rank found the same, or the same slice of it, but for rounding."""
+        if found.shape != expected.shape:
+            return False
+        return _far(found, expected) <= CLOSE * _far(expected) + self.moves[key] * CLOSE / MOVED
 
 
 class _Twins:
     """The module on random weights, whole and as each rank has it."""
 
-    def __init__(self, look: _Look, given: Any) -> None:
+    def __init__(self, look: _Look, given: Any, device: torch.device) -> None:
         self.look = look
-        first = next(t for _, t in leaves(given) if isinstance(t, torch.Tensor))
-        self.device, self.dtype = first.device, torch.float64 if first.device.type == "cpu" else torch.float32
+        self.device, self.dtype = device, torch.float64 if device.type == "cpu" else torch.float32
         generator = torch.Generator(self.device).manual_seed(0)
         self.draw = partial(torch.randn, generator=generator, device=self.device, dtype=self.dtype)
         self.weights = {}
@@ -172,7 +199,8 @@ class _Twins:
             drawn = self.draw(weight.shape)
             self.weights[name] = drawn / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 1 + 0.2 * drawn
         self.buffers = {name: self.to(buffer) for name, buffer in look.live.named_buffers()}
-        self.given = put(given, {p: self.to(t) for p, t in leaves(given) if isinstance(t, torch.Tensor)})
+        self.learned = {name for name, parameter in look.live.named_parameters() if parameter.requires_grad}
+        self.given = given
         self.seeds: list[torch.Tensor] = []
         self.split = {name: style for name, style in look.styles.items() if style in ("column", "row")}
 
@@ -189,8 +217,11 @@ class _Twins:
         Raises:
             _DiffersError: something is not the same.
         """
-        whole, again = self.call(None, 0), self.call(None, 0)
-        if any(not _close(a[1], b[1]) for a, b in zip(whole.outputs, again.outputs, strict=True)):
+        whole, weights = self.call(None, 0), self.weights
+        self.weights = {name: weight * (1 + MOVED * self.draw(weight.shape)) for name, weight in weights.items()}
+        moved, self.weights = self.call(None, 0).numbers(), weights
+        whole.moves = {key: _far(moved.pop(key), number) for key, number in whole.numbers().items()}
+        if moved or not all(whole.moves[i] <= CLOSE * _far(output) for i, output in enumerate(whole.outputs)):
             return  # it draws, or what it computes is not finite
         summed: dict[str, torch.Tensor] = {}
         for rank in range(self.look.tp):
@@ -200,9 +231,9 @@ class _Twins:
             for name, grad in whole.grads.items():
                 if name in self.weights and self.look.styles.get(name.rpartition(".")[0]) == "heads":
                     summed[name] = summed.get(name, 0) + local.grads[name]
-                elif not _close(local.grads[name], grad):
+                elif not whole.is_close(local.grads[name], grad, name):
                     raise _DiffersError(f"on a rank another gradient of {name}, which is whole there")
-        if wrong := [name for name, grad in summed.items() if not _close(grad, whole.grads[name])]:
+        if wrong := [name for name, grad in summed.items() if not whole.is_close(grad, whole.grads[name], name)]:
             raise _DiffersError(f"another sum of the ranks' gradients of {wrong[0]}")
 
     def call(self, whole: _Record | None, rank: int) -> _Record:
@@ -215,41 +246,42 @@ class _Twins:
         if whole is not None:
             for parent in {home(name) for name, style in self.split.items() if style == "column"}:
                 localise_heads(twin.get_submodule(parent), self.look.tp)
-        leaf = {
-            n: w.clone().requires_grad_() for n, w in self.weights.items() if n.rpartition(".")[0] not in self.split
-        }
-        floats = [(p, t) for p, t in leaves(self.given) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        inputs = {path: tensor.clone().requires_grad_() for path, tensor in floats}
-        args, kwargs = put(self.given, {path: tensor.clone() for path, tensor in inputs.items()})
+        rest = {name: weight for name, weight in self.weights.items() if name.rpartition(".")[0] not in self.split}
+        leaf = {name: weight.clone().requires_grad_(name in self.learned) for name, weight in rest.items()}
+        given = {path: tensor for path, tensor in leaves(self.given) if isinstance(tensor, torch.Tensor)}
+        copies = {id(tensor): self.to(tensor).requires_grad_(tensor.requires_grad) for tensor in given.values()}
+        args, kwargs = deepcopy(self.given, {key: tensor.view_as(tensor) for key, tensor in copies.items()})
+        inputs = {_spell(path): copies[id(tensor)] for path, tensor in given.items()}
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         output = functional_call(twin, {**self.weights, **leaf, **buffers}, args, kwargs)
-        found = [(p, t) for p, t in leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        record.outputs = [(path, tensor) for path, tensor in found if tensor.requires_grad]
+        found = {p: t for p, t in leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad}
+        record.paths, record.outputs = list(found), list(found.values())
         if whole is None and not self.seeds:
-            self.seeds = [self.draw(tensor.shape) for _, tensor in record.outputs]
+            self.seeds = [self.draw(tensor.shape) for tensor in record.outputs]
         seeds = self.seeds if whole is None else self.seeds_of(record, whole, rank)
-        wanted = {**leaf, **{_spell(path): tensor for path, tensor in inputs.items()}}
-        torch.autograd.backward([tensor for _, tensor in record.outputs], seeds, inputs=list(wanted.values()))
+        wanted = {name: tensor for name, tensor in {**leaf, **inputs}.items() if tensor.requires_grad}
+        record.is_over = True
+        torch.autograd.backward(record.outputs, seeds, inputs=list(wanted.values()))
         record.grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in wanted.items()}
         return record
 
     def seeds_of(self, local: _Record, whole: _Record, rank: int) -> list[torch.Tensor]:
         """The gradients of a rank's outputs, which are those of the whole, or slices of them."""
-        if [path for path, _ in local.outputs] != [path for path, _ in whole.outputs]:
+        if local.paths != whole.paths:
             raise _DiffersError("other outputs")
         seeds = []
-        for (_, mine), (_, all_), seed in zip(local.outputs, whole.outputs, self.seeds, strict=True):
+        for i, (mine, all_, seed) in enumerate(zip(local.outputs, whole.outputs, self.seeds, strict=True)):
             dims = [d for d in range(mine.dim()) if mine.shape[d] * self.look.tp == all_.shape[d : d + 1].numel()]
             for dim in dims[:1] if mine.shape != all_.shape else ():
                 all_, seed = (each.chunk(self.look.tp, dim)[rank] for each in (all_, seed))
-            if not _close(mine, all_):
+            if not whole.is_close(mine, all_, i):
                 raise _DiffersError("another output")
             seeds.append(seed)
         return seeds
 
     def column(self, name: str, transposed: bool, of: tuple[_Record | None, _Record, int], x: Any) -> torch.Tensor:
         """A column layer: of a rank its slice, and back the gradient of all slices."""
-        whole, record, rank = of
+        whole, record, rank = _open(of)
         place = len(record.columns)
         record.columns.append(None)
         x = x.view_as(x)
@@ -264,7 +296,7 @@ class _Twins:
 
     def row(self, name: str, transposed: bool, of: tuple[_Record | None, _Record, int], x: Any) -> torch.Tensor:
         """A row layer: what each rank is given must be its slice, or the whole; then its output is the whole's."""
-        whole, record, rank = of
+        whole, record, rank = _open(of)
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         weight = weight.T if transposed else weight
         if whole is None:
@@ -275,7 +307,7 @@ class _Twins:
             raise _DiffersError(f"a call of {name} where the whole calls {called or 'none'}")
         if x.shape != given.shape:
             given, weight = (each.chunk(self.look.tp, -1)[rank] for each in (given, weight))
-        if not _close(x, given):
+        if not whole.is_close(x, given, ("row", len(record.rows))):
             raise _DiffersError(f"what {name} takes is no slice of what it takes of the whole")
         y = nn.functional.linear(x, weight)
         record.rows.append((name, given, output))
@@ -286,12 +318,20 @@ def _or_zeros(kept: list[torch.Tensor | None], gradient: torch.Tensor) -> torch.
     return kept[0] if kept and kept[0] is not None else torch.zeros_like(gradient)
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors are the same but for rounding."""
-    if found.shape != expected.shape:
-        return False
-    far = (found - expected).detach().abs().amax() if found.numel() else 0.0
-    return bool(far <= CLOSE * (expected.detach().abs().amax() + 1e-9 if found.numel() else 1.0))
+def _far(found: torch.Tensor, expected: torch.Tensor | float = 0.0) -> float:
+    """The largest difference of two tensors."""
+    return float((found - expected).detach().abs().amax()) if found.numel() else 0.0
+
+
+def _open(of: tuple[_Record | None, _Record, int]) -> tuple[_Record | None, _Record, int]:
+    if of[1].is_over:
+        raise ModelError("a module that recomputes parts of itself, in an order of its own")
+    return of
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a call can be given a copy of it: an object of a script's own may keep what is done to it."""
+    return isinstance(leaf, (torch.Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, type(None)))
 
 
 def _spell(path: Any) -> str:
