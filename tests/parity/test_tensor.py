@@ -182,6 +182,36 @@ class TinyBeside(TinyScaled):
         return self.out(x)
 
 
+class Thrice(nn.Module):
+    """Attention that is given queries, keys and values, as torch's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        given = (self.q, query), (self.k, key), (self.v, value)
+        heads = (layer(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for layer, x in given)
+        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.o(seen.transpose(1, 2).flatten(2))
+
+
+class ThriceBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(DIM), Thrice()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.attn(h, h, value=h)
+
+
+class TinyThrice(TinyScaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ThriceBlock() for _ in range(2))
+
+
 SCALED_RULES = {
     "": "replicate",
     "wte": "vocab",
@@ -228,6 +258,10 @@ def build(name: str) -> tuple[nn.Module, str, dict[str, str] | None]:
             rules = {"wte": "vocab", "wpe": "replicate", "h.*.ln_1": "sequence", "h.*.ln_2": "sequence"}
             rules |= {"h.*.attn.c_attn": "column-gather", "h.*.attn.c_proj": "row", "h.*.mlp.fc": "column"}
             return TinyGPT(fused=True), "h", rules | {"h.*.mlp.proj": "row", "ln_f": "sequence", "lm_head": "head"}
+        case "thrice":
+            rules = {f"blocks.*.attn.{name}": "column" for name in "qkv"} | {"blocks.*.attn.o": "row"}
+            ends = {"": "replicate", "wte": "vocab", "out": "replicate"}
+            return TinyThrice(), "blocks", {**rules, **ends, "blocks.*.norm": "sequence"}
         case "beside":
             return TinyBeside(), "blocks", SCALED_RULES
         case _:
@@ -340,7 +374,7 @@ def test_parity_in_fp32(world: World, model: str, sequence: bool) -> None:
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("model", ["by-keyword", "qk-norm", "gpt-fused", "scaled", "beside"])
+@pytest.mark.parametrize("model", ["by-keyword", "qk-norm", "gpt-fused", "scaled", "beside", "thrice"])
 def test_parity_of_other_architectures(world: World, model: str, sequence: bool) -> None:
     check(world, Case(model=model, sequence=sequence))
 

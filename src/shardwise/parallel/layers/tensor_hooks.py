@@ -108,7 +108,9 @@ def hold(module: nn.Module, holder: Holder) -> None:
             _refuse_second_sequence(module, holder, first, (args, kwargs))
         holder.plain, holder.shared = enter(first.tensor, holder.tp_mesh, holder.sequence_dim)
         try:
-            args, kwargs = first.replaced(holder.plain, args, kwargs)
+            whole = holder.plain  # of attention(x, x, x) all three
+            args = tuple(whole if value is first.tensor else value for value in args)
+            kwargs = {name: whole if value is first.tensor else value for name, value in kwargs.items()}
             outputs = forward(*args, **kwargs)
         except RuntimeError as error:
             if _SHAPES.search(str(error)) is None:
