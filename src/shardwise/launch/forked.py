@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from shardwise.errors import UsageError
 from shardwise.launch.echo import is_echo
+from shardwise.launch.entry import die_with_parent
 from shardwise.launch.warm import WARM
 
 _fork = mp.get_context("fork")
@@ -142,7 +143,7 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
             continue
         gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with this process
         crew = [_start_worker(rank, job) for rank in range(job.world)]
-        results = _collect(crew, job)
+        results = _collect(crew, job, parent)
         for process, _ in crew:  # all, before the first is waited for: the others would say that they have lost it
             process.kill()
         for process, pipe in crew:
@@ -168,14 +169,19 @@ def _import(job: _Preload) -> str | None:
 def _start_worker(rank: int, job: _Job) -> tuple[mp.process.BaseProcess, Connection]:
     here, there = _fork.Pipe(duplex=False)
     # no daemon: a data loader's workers are children of its own; the nursery ends every worker itself
-    process = _fork.Process(target=_worker, args=(there, rank, job), daemon=False)
+    process = _fork.Process(target=_worker, args=(there, rank, job, os.getpid()), daemon=False)
     process.start()
     there.close()
     return process, here
 
 
-def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], job: _Job) -> list[tuple[bool, bytes]]:
-    """One (ok, data) per rank. After a first failure the others get 5 s: they may wait for it in a collective."""
+def _collect(
+    crew: list[tuple[mp.process.BaseProcess, Connection]], job: _Job, parent: Connection
+) -> list[tuple[bool, bytes]]:
+    """One (ok, data) per rank. After a first failure the others get 5 s: they may wait for it in a collective.
+
+    Who asked says nothing meanwhile: what comes from there is its end, and nobody waits for results.
+    """
     results: list[tuple[bool, bytes]] = [
         (False, b"no answer: hung until the time limit, or ended with the others")
     ] * len(crew)
@@ -183,8 +189,10 @@ def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], job: _Job) -
     deadline = time.monotonic() + job.timeout_s
     while open_ranks and time.monotonic() < deadline:
         pipes = {pipe: rank for rank, (_, pipe) in open_ranks.items()}
-        for pipe in wait(list(pipes), timeout=0.5):
+        for pipe in wait([*pipes, parent], timeout=0.5):
             assert isinstance(pipe, Connection)
+            if pipe is parent:
+                return results
             rank = pipes[pipe]
             process, _ = open_ranks.pop(rank)
             try:
@@ -209,7 +217,8 @@ def _crash(rank: int, job: _Job) -> Path:
     return Path(job.directory, f"crash{rank}.txt")
 
 
-def _worker(pipe: Connection, rank: int, job: _Job) -> None:
+def _worker(pipe: Connection, rank: int, job: _Job, nursery: int) -> None:
+    die_with_parent(nursery, signal.SIGKILL)
     with suppress(OSError):
         faulthandler.enable(_crash(rank, job).open("w"))
     torch.set_num_threads(1)
