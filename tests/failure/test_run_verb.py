@@ -113,6 +113,11 @@ def test_a_script_that_does_not_compile_shows_its_line_and_none_of_ours(tmp_path
     assert "entry.py" not in err and "runpy" not in err
 
 
+def test_a_script_that_is_no_text_is_named(tmp_path: Path) -> None:
+    code, _, err = finish(start(tmp_path, "\0", "--nproc", "1"))
+    assert code == ExitCode.RANK_FAILED and "null bytes (" in err and "script.py)" in err
+
+
 def test_an_error_of_ours_keeps_its_exit_code_and_has_no_traceback(tmp_path: Path) -> None:
     death = "from shardwise.errors import DataError; raise DataError('data file x: empty')"
     code, _, err = finish(start(tmp_path, ONE_DIES.format(death=death), "--nproc", "2"))

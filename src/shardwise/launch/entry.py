@@ -76,7 +76,11 @@ def _run(argv: list[str], reporting: Reporting | None) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(target).resolve().parent)
-        runpy.run_path(target, run_name="__main__")
+        try:
+            runpy.run_path(target, run_name="__main__")
+        except SyntaxError as error:  # of a file that is no text Python does not say which it is
+            error.filename = error.filename or target
+            raise
 
 
 def _prepare(reporting: Reporting) -> None:
