@@ -188,9 +188,9 @@ def sgd(placed: sw.Placed) -> Any:
 
 REFUSALS: list[tuple[Callable[[sw.Placed], Any], str]] = [
     (lambda p: sw.several(p, {}), "found no parts"),
-    (lambda p: sw.several(torch.optim.SGD(p.parameters(), 0.1), {"*": sgd}), "several: found SGD; needed placed"),  # type: ignore[arg-type]
-    (lambda p: sw.several(p, {"*": torch.optim.SGD(p.parameters(), 0.1)}), "found SGD as what makes an optimizer"),  # type: ignore[dict-item]
-    (lambda p: sw.several(p, torch.optim.SGD(p.parameters(), 0.1)), "found SGD as what makes an optimizer"),  # type: ignore[arg-type]
+    (lambda p: sw.several(torch.optim.SGD(p.parameters(), 0.1), {"*": sgd}), "several: found SGD; needed placed"),
+    (lambda p: sw.several(p, {"*": torch.optim.SGD(p.parameters(), 0.1)}), "found SGD as what makes an optimizer"),
+    (lambda p: sw.several(p, torch.optim.SGD(p.parameters(), 0.1)), "found SGD as what makes an optimizer"),
     (lambda p: sw.several(p, {"*even*": sgd}), r"trainable parameters match none of '\*even\*'"),
     (lambda p: sw.several(p, {"*": sgd, "*odd*": sgd}), r"'\*odd\*' takes no"),
     (lambda p: sw.several(p, {"*": lambda q: list(q.parameters())}), "gave list, needed an optimizer; write"),

@@ -143,7 +143,7 @@ class Inner(Look):
 
     def __init__(self) -> None:
         super().__init__()
-        self.o = nn.Identity()  # type: ignore[assignment]
+        self.o = nn.Identity()
 
 
 class Outer(nn.Module):
