@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from published.layout import ACCUMULATES, WHOLE_GRADIENTS
-from published.stacks import CHUNKED, LOOP_LOSS, LOW_LOSS, OWN_LOSS, STAGED, TUNED
+from published.stacks import CHUNKED, LOOP_LOSS, LOW_LOSS, NATIVE_LOSS, OWN_LOSS, STAGED, TUNED
 from shardwise.model.profile import profile_of
+from shardwise.model.spec import preset
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.ranks.activations import saved_bytes, saving_of
 from shardwise.plan.stack import Stack, load_stack
 from tests.pure.test_planner_memory import LLAMA, WORK
 from tests.pure.test_published import variant
@@ -141,3 +143,21 @@ def test_accelerate_reduces_gradients_of_fsdp_behind_the_last_micro_batch(change
         memory = estimate_memory(profile_of(row.spec), row.plan, row.workload, stack=row.stack)
         assert memory.worst.terms["gradients"] == pytest.approx(2 * row.spec.num_params, rel=0.01)
         assert row.plan.reshards
+
+
+def test_megatron_bridge_has_the_loss_of_a_models_recipe_and_splits_the_gates_of_qwen() -> None:
+    def found(model: str, date: str, notes: str = "") -> tuple[float, bool]:
+        stack = variant("core-8", **BARE | {"model": model, "date": date, "notes": f"Megatron-Bridge; {notes}"}).stack
+        return stack.logit_bytes, stack.splits_gate
+
+    own = load_stack("megatron-bridge").logit_bytes
+    assert found("Llama 3.1 8B", "2025-09") == (own, False)
+    assert found("Llama 3.1 8B", "2024-09") == (NATIVE_LOSS, False), "before Transformer Engine had one"
+    assert found("Qwen3-8B", "2025-09") == (NATIVE_LOSS, True)
+    assert found("Qwen3-8B", "2026-06") == (own, True)
+    assert found("Qwen3-8B", "2025-09", "performance script") == (own, False)
+    assert found("Nemotron-4 15B", "2026-06") == (NATIVE_LOSS, False)
+    core = load_stack("megatron-core")
+    block = profile_of(preset("qwen3-8b")).blocks[0]
+    one, two = (saving_of(Plan.parse("bf16"), each, 4096) for each in (core, replace(core, splits_gate=True)))
+    assert saved_bytes(block, two) - saved_bytes(block, one) == 2 * preset("qwen3-8b").ffn_dim

@@ -138,6 +138,17 @@ LOSS_LOW = 16.0
 """The same of one that stays in 16 bits: no casts, and half of the rest."""
 TORCH = ("torchtitan", "fsdp1", "eager")
 """Stacks whose blocks are those of PyTorch, as eager or compiled as the row says."""
+NATIVE_LOSS = 10.0
+"""Bytes per logit of Megatron-Core's own loss where it is compiled (`cross_entropy_fusion_impl` native): logits in 16
+bits, a copy in fp32, and another that the compiler makes of what is written in place and summed up in one graph (its
+`fused_cross_entropy.py` says so, and has it mended)."""
+TE_LOSS_SINCE, TE_LOSSES = 2025.0, 2026.1
+"""Years from which NeMo's and Megatron-Bridge's recipes have Transformer Engine's loss, and those of Qwen."""
+_NATIVE_LOSS = r"nemotron|\bglm"
+"""Models whose recipes keep Megatron-Core's own."""
+_TUNED_RECIPES = r"perf(ormance)?[ _/-](script|recipe|summary|long)|dgxc"
+"""Words for NVIDIA's performance scripts, which set Transformer Engine's loss and fuse gates (of Qwen too, whose
+providers do not)."""
 OWN_LOSS = 8.0
 """Bytes per logit of a loop of its own that is compiled, whose graph has the loss too: logits in 16 bits, and in fp32
 what one kernel of them leaves."""
@@ -202,6 +213,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, placeholds_grads=False)
     if name in CORE and cells.year < FUSED_CORE:
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
+    if name == "megatron-bridge":
+        stack = _of_bridge(cells, stack)
     if name == "deepspeed" and cells.year < STAGED:
         stack = replace(stack, casts_on_host=True)
     if name == "deepspeed" and cells.year < PREFETCHES:
@@ -285,6 +298,16 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _of_bridge(cells: Cells, stack: Stack) -> Stack:
+    """The loss and the gate of NeMo's and Megatron-Bridge's recipes, which the performance scripts have otherwise."""
+    if cells.year < FUSED_CORE:
+        return replace(stack, logit_bytes=_preset("megatron-core").logit_bytes)
+    tuned, qwen = cells.has(_TUNED_RECIPES), "qwen" in cells["model"].lower()
+    kept = not tuned and (re.search(_NATIVE_LOSS, cells["model"].lower()) or (qwen and cells.year < TE_LOSSES))
+    native = kept or cells.year < TE_LOSS_SINCE
+    return replace(stack, logit_bytes=NATIVE_LOSS if native else stack.logit_bytes, splits_gate=qwen and not tuned)
 
 
 def _passes_of_loss(stack: Stack) -> float:

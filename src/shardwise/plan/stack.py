@@ -53,6 +53,9 @@ class Stack:
     blocks, which stays (Transformer Engine's `get_dummy_wgrad`, from its pull request 1651 on)."""
     bucket_grads: bool = False
     """That gradient is in the buckets that data ranks reduce, and not there without them."""
+    splits_gate: bool = False
+    """A gated activation is two kernels, though the rest is fused: the product keeps what the first gives, and experts
+    that weigh inside what the second gives as well (Megatron-Core without its `bias_activation_fusion`)."""
     logit_bytes: float = 10.0
     """Bytes per token and vocabulary entry at the peak of the loss (logits, fp32 copy, gradient, ...)."""
     keeps_shards: bool = False

@@ -74,6 +74,8 @@ class Saving:
     """What experts give is not kept: `Stack.weighs_inside`."""
     weighs_wide: bool = False
     """It is kept in fp32: `Stack.weighs_wide`."""
+    splits_gate: bool = False
+    """A gated activation is two kernels: `Stack.splits_gate`."""
     adapters: Adapters | None = None
     exchanged: bool = False
     """Per-operator recompute keeps what ranks send each other of experts' tokens: `Stack.keeps_exchanged`."""
@@ -116,6 +118,7 @@ def _saving(
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
         weighs_wide=stack.weighs_wide,
+        splits_gate=stack.splits_gate,
         adapters=adapters,
         exchanged=exchanged,
         attended=stack.keeps_attention,
@@ -183,6 +186,8 @@ def _saved(op: Op, how: Saving) -> float:
         first = max(width, 4.0) if op.upcast else width
         kept = op.saves * first + (op.saves_apart - op.saves) * width + (op.widened if how.width < 4 else 0)
         kept *= how.gelu if op.name == "gelu" else 1
+    elif how.splits_gate and op.name == "swiglu":
+        kept += op.saves / 2 * (2 if op.per_choice and how.weighs_inside else 1) * width
     return (kept + op.masks * how.mask) * max(op.per_choice, 1) / shard
 
 
