@@ -114,6 +114,17 @@ def test_freed_blocks_are_a_share_of_what_passes_and_given_back_before_memory_ru
     assert not long(all_of_it, memory=need - 1).fits
 
 
+def test_each_rank_of_a_pipeline_holds_freed_blocks_of_its_own() -> None:
+    """What the loss frees is on the last one."""
+    stack = replace(load_stack("megatron-2021"), cached=1.0, most_cached=inf, attention="flash2")
+    memory = _memory("pp2 / mb8 gbs8 / bf16 / recompute=blocks", stack, preset("llama-8b"), 2**13)
+    first, last = memory.stages
+    assert memory.worst is last and memory.held == last.most_passing + last.freed
+    assert first.held == first.most_passing + first.freed < memory.held
+    assert memory.reserved_of(first) - memory.reserved_of(replace(first, held=0.0)) == pytest.approx(first.held)
+    assert memory.reserved_of(last) == memory.reserved
+
+
 def test_tensors_that_share_segments_leave_no_holes() -> None:
     """One of the loss's in fp32 has 4 bytes per logit, the largest of a block 2 for each number of a feed-forward."""
     stack = replace(DEEPSPEED, widens_grads=False, cached=1.0, most_cached=inf)

@@ -76,6 +76,8 @@ class RankMemory:
     freed: float = 0.0
     """Beyond the peak: what a block that is computed again left free in the forward pass, and nothing of the loss fits
     into."""
+    held: float = math.inf
+    """Freed blocks that its allocator keeps; `inf`: as many as the rank that needs most has (`Memory.held`)."""
 
     @property
     def allocated(self) -> float:
@@ -136,7 +138,7 @@ class Memory:
 
     def reserved_of(self, rank: RankMemory) -> float:
         """The same of any rank."""
-        return rank.allocated + rank.passing * self.fragmentation + self.workspace + self.held
+        return rank.allocated + rank.passing * self.fragmentation + self.workspace + min(self.held, rank.held)
 
     @property
     def device(self) -> float:
@@ -189,13 +191,12 @@ def estimate_memory(
     states = division.of_ranks(partial(states_of, division, stack=stack))
     ranks = _ranks_within(division, states, stack, room - workspace - context)
     worst = max(sorted(ranks), key=lambda rank: ranks[rank][0].allocated)
-    stages, (largest, peaks) = division.ranks[worst], ranks[worst]
-    ahead = held_ahead(division, stack, device)
-    left = held_apart(division, stages, peaks, states[worst], stack)
-    inside = made_inside(division, stages, largest.most_passing, stack)
-    left += held_freed(division, stages, peaks, inside, stack) + largest.freed
+    ahead, left = held_ahead(division, stack, device), _left(division, worst, ranks[worst], states[worst], stack)
+    found = {rank: each for rank, (each, _) in ranks.items()}
+    for rank in ranks.keys() - {worst} if len(ranks) == plan.axes.pp else ():
+        found[rank] = replace(found[rank], held=ahead + _left(division, rank, ranks[rank], states[rank], stack))
     memory = Memory(
-        stages=tuple(ranks[rank][0] for rank in sorted(ranks)),
+        stages=tuple(found[rank] for rank in sorted(found)),
         fragmentation=stack.fragmentation,
         context=context,
         limit=device.memory if device else 0.0,
@@ -212,6 +213,20 @@ def estimate_memory(
     if memory.held and memory.limit and short > 0:  # its host waits, and the rest gives back what is asked for
         return replace(memory, held=max(0.0, min(memory.held - ahead, memory.held - short)))
     return memory
+
+
+def _left(
+    division: Division,
+    rank: int,
+    found: tuple[RankMemory, Mapping[str, float]],
+    states: Mapping[str, float],
+    stack: Stack,
+) -> float:
+    """Bytes of freed blocks that the allocator of a rank keeps, and that no stream holds."""
+    stages, (largest, peaks) = division.ranks[rank], found
+    inside = made_inside(division, stages, largest.most_passing, stack)
+    apart = held_apart(division, stages, peaks, states, stack)
+    return apart + held_freed(division, stages, peaks, inside, stack) + largest.freed
 
 
 def _ranks_within(
