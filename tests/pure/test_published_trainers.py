@@ -161,3 +161,26 @@ def test_megatron_bridge_has_the_loss_of_a_models_recipe_and_splits_the_gates_of
     block = profile_of(preset("qwen3-8b")).blocks[0]
     one, two = (saving_of(Plan.parse("bf16"), each, 4096) for each in (core, replace(core, splits_gate=True)))
     assert saved_bytes(block, two) - saved_bytes(block, one) == 2 * preset("qwen3-8b").ffn_dim
+
+
+@pytest.mark.parametrize(
+    ("cells", "each"),
+    [
+        ({"gpu": "h100", "notes": "Megatron-Core with Transformer Engine"}, 2.0),
+        ({"gpu": "b200", "notes": "Megatron-Core with Transformer Engine"}, 1.0),
+        ({"gpu": "b200", "notes": "Megatron-Core with Transformer Engine", "precision": "mxfp8"}, 2.0),
+        ({"gpu": "h100", "notes": "nanochat with Transformer Engine's layers, autocast in bf16"}, 1.0),
+        ({"gpu": "h100", "notes": "Megatron-Core; gathered in fp8"}, 0.0),
+        ({"gpu": "h100", "notes": "Megatron-Bridge"}, 0.0),
+    ],
+)
+def test_products_in_fp8_keep_their_weights_so_beside_those_in_16_bits(cells: dict[str, str], each: float) -> None:
+    row = variant("core-8", **BARE | {"precision": "fp8", "model": "Llama 3.1 8B"} | cells)
+    assert row.stack.caches_low == each
+    stack, plan = replace(load_stack("megatron-core"), caches_low=each), Plan.parse("bf16 fp8=tensorwise")
+    work, inside = replace(WORK, compute="fp8"), sum(block.params for block in profile_of(LLAMA).blocks)
+
+    def weights(stack: Stack) -> float:
+        return estimate_memory(profile_of(LLAMA), plan, work, stack=stack).worst.terms["weights"]
+
+    assert weights(stack) - weights(replace(stack, caches_low=0.0)) == each * inside

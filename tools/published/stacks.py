@@ -149,6 +149,8 @@ _NATIVE_LOSS = r"nemotron|\bglm"
 _TUNED_RECIPES = r"perf(ormance)?[ _/-](script|recipe|summary|long)|dgxc"
 """Words for NVIDIA's performance scripts, which set Transformer Engine's loss and fuse gates (of Qwen too, whose
 providers do not)."""
+_LOW_WEIGHTS = r"(gathered|weights|param(eter)?s?) in fp8|fp8[ -](weights|param)"
+"""Words for parameters that are in fp8 themselves."""
 OWN_LOSS = 8.0
 """Bytes per logit of a loop of its own that is compiled, whose graph has the loss too: logits in 16 bits, and in fp32
 what one kernel of them leaves."""
@@ -213,6 +215,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, placeholds_grads=False)
     if name in CORE and cells.year < FUSED_CORE:
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
+    stack = replace(stack, caches_low=_cached_low(cells, stack))
     if name == "megatron-bridge":
         stack = _of_bridge(cells, stack)
     if name == "deepspeed" and cells.year < STAGED:
@@ -298,6 +301,19 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _cached_low(cells: Cells, stack: Stack) -> float:
+    """Bytes per weight of copies in fp8: what multiplies in every order, as Blackwell does, has no transposed ones.
+
+    Nor has a loop of its own the others, which tells Transformer Engine of no micro-batches. MXFP8 has two whatever
+    multiplies, as its scales go along rows.
+    """
+    if cells.noted(_LOW_WEIGHTS) or cells.has("primus"):  # whose products are of its own library
+        return 0.0
+    once = cells.noted(_CASTS_EACH) or cells.has("thunder")
+    every = re.search(r"b[23]00|5090|rtx ?pro", cells["gpu"].lower()) and "mx" not in cells["precision"].lower()
+    return min(stack.caches_low, 1.0) if once or every else stack.caches_low
 
 
 def _of_bridge(cells: Cells, stack: Stack) -> Stack:

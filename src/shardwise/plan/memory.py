@@ -18,12 +18,12 @@ from shardwise.plan.frozen import cast_head, gathered_share, held_width, kept_on
 from shardwise.plan.memory_terms.around import copied, outside_step
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
 from shardwise.plan.memory_terms.holding import (
+    beside_weights,
     frees_last,
     given_back,
     held_apart,
     held_freed,
     of_units,
-    placeholders,
     sending,
     sent_before,
 )
@@ -272,7 +272,7 @@ def _rank_memory(
     plan, stages, states = division.plan, division.ranks[rank], dict(kept)
     if division.profile.buffers:
         states["constants"] = division.buffers(stages) * (2.0 if stack.name in OWN else 1.0)  # as they were before it
-    states |= placeholders(division, stages, states, stack)
+    states |= beside_weights(division, stages, states, stack)
     spike = max(update_spike(division, stages), compared(division, stages, stack)) if stack.name in OWN else 0.0
     if stack.eager:
         moments = dict(eager_rank(division, rank, stages, states, gloo=True))

@@ -53,6 +53,10 @@ class Stack:
     blocks, which stays (Transformer Engine's `get_dummy_wgrad`, from its pull request 1651 on)."""
     bucket_grads: bool = False
     """That gradient is in the buckets that data ranks reduce, and not there without them."""
+    caches_low: float = 0.0
+    """Bytes that fp8 products keep of each of their weights in that type, beside it: as it is, and transposed for what
+    multiplies by no other (Transformer Engine, whose products have their own for every micro-batch of a step, where
+    parameters are not in fp8 themselves: its pull request 244)."""
     splits_gate: bool = False
     """A gated activation is two kernels, though the rest is fused: the product keeps what the first gives, and experts
     that weigh inside what the second gives as well (Megatron-Core without its `bias_activation_fusion`)."""

@@ -85,14 +85,23 @@ def held_freed(
     return freed
 
 
-def placeholders(
+def beside_weights(
     division: Division, stages: tuple[Stage, ...], states: Mapping[str, float], stack: Stack
 ) -> dict[str, float]:
-    """The buckets with the empty gradients that Transformer Engine keeps, one of each weight's shape in a block."""
+    """States with what Transformer Engine keeps: weights in fp8, and an empty gradient of each shape in a block."""
+    kept = {"weights": states["weights"] + low_copies(division, stages, stack)}
     if not stack.placeholds_grads or division.workload.trained != 1:
-        return {}
+        return kept
     most = max((division.dense(block) for stage in stages for block, _ in stage.counts), default=0.0)
-    return {"buckets": states.get("buckets", 0.0) + most * compute_width(division.plan)}
+    return {**kept, "buckets": states.get("buckets", 0.0) + most * compute_width(division.plan)}
+
+
+def low_copies(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes of the weights of blocks' products in fp8, beside them: see `Stack.caches_low`."""
+    if not stack.caches_low or division.workload.compute != "fp8" or division.plan.zero == 3:
+        return 0.0
+    counts = (each for stage in stages for each in stage.counts)
+    return sum((division.dense(block) + division.experts(block)) * n for block, n in counts) * stack.caches_low
 
 
 def sending(division: Division, stages: tuple[Stage, ...], gradients: float, stack: Stack) -> tuple[float, float]:
