@@ -163,6 +163,14 @@ def test_megatron_bridge_has_the_loss_of_a_models_recipe_and_splits_the_gates_of
     assert saved_bytes(block, two) - saved_bytes(block, one) == 2 * preset("qwen3-8b").ffn_dim
 
 
+def test_gates_are_two_kernels_before_megatron_core_fused_them() -> None:
+    for notes in ("Megatron-LM, flash attention", "PaddleNLP"):
+        dates = ("2023-11", "2024-03")
+        found = [variant("core-8", **BARE | {"date": date, "notes": notes}).stack for date in dates]
+        assert [stack.name for stack in found] == ["megatron-core"] * 2
+        assert [stack.splits_gate for stack in found] == [True, False], notes
+
+
 @pytest.mark.parametrize(
     ("cells", "each"),
     [

@@ -68,6 +68,9 @@ PLACEHOLDS = 2025.4
 """Year from which Transformer Engine keeps one empty gradient per shape of weight (2.3: its pull request 1651)."""
 FUSED_CORE = 2024.25
 """Until when Megatron-Core's loss is operations one after the other (its `cross_entropy_loss_fusion` came with 0.6)."""
+FUSED_GATE = 2024.1
+"""Until when a gated activation is two kernels of PyTorch (Megatron-Core's `fused_bias_swiglu.py` came with 0.5,
+PaddlePaddle's `swiglu` with 3.0 beta)."""
 WEIGHED = 2025.5
 """Year from which Megatron-Core's experts weigh their inner layer."""
 FLEXIBLE = 2025.7
@@ -216,6 +219,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name in CORE and cells.year < FUSED_CORE:
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
     stack = replace(stack, caches_low=_cached_low(cells, stack))
+    if name in CORE and cells.year < FUSED_GATE:
+        stack = replace(stack, splits_gate=True)
     if name == "megatron-bridge":
         stack = _of_bridge(cells, stack)
     if name == "deepspeed" and cells.year < STAGED:
