@@ -178,6 +178,13 @@ class Normed(nn.Module):
         return self.down(F.normalize(self.up(x), dim=-1))
 
 
+class RecomputingFused(Fused):
+    """Its layers are called again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], int, str]] = {
     "counting": (Counting, QKV, 2, "what o takes is no slice"),
     "sloped": (Sloped, QKV, 2, "what o takes is no slice"),
@@ -185,6 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], int, str]] = {
     "gated": (Gated, {**QKV, "gate": "heads"}, 2, "another gradient of what it is given"),
     "scaled, not summed": (Scaled, {**QKV, "": "replicate"}, 2, "on a rank another gradient of scale"),
     "fused": (Fused, MLP, 2, "what down takes is no slice"),
+    "fused, recomputed": (RecomputingFused, MLP, 2, "what down takes is no slice"),
     "normed": (Normed, MLP, 2, "what down takes is no slice"),
 }
 TRAINED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {

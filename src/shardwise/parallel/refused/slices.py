@@ -43,11 +43,15 @@ class _DiffersError(Exception):
     """Says what is not the same."""
 
 
+class _RecomputesError(Exception):
+    """A split layer is called again in the backward pass, in an order of its own: gradients are not compared."""
+
+
 def watch_slices(placed: Placed) -> None:
     """Refuse such code at the first forward of training; nothing is looked at after it.
 
-    What cannot be called apart (it draws, recomputes, holds experts or hooks, meets other ranks, takes objects) is not
-    judged.
+    What cannot be called apart (it draws, holds experts or hooks, meets other ranks, takes objects) is not
+    judged; what recomputes its split layers is judged by its forward pass alone.
 
     Cost: a few forward and backward passes of one module of each kind, with one row; nothing is communicated.
     """
@@ -261,7 +265,10 @@ class _Twins:
         seeds = self.seeds if whole is None else self.seeds_of(record, whole, rank)
         wanted = {name: tensor for name, tensor in {**leaf, **inputs}.items() if tensor.requires_grad}
         record.is_over = True
-        torch.autograd.backward(record.outputs, seeds, inputs=list(wanted.values()))
+        try:
+            torch.autograd.backward(record.outputs, seeds, inputs=list(wanted.values()))
+        except _RecomputesError:
+            return record
         record.grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in wanted.items()}
         return record
 
@@ -325,7 +332,7 @@ def _far(found: torch.Tensor, expected: torch.Tensor | float = 0.0) -> float:
 
 def _open(of: tuple[_Record | None, _Record, int]) -> tuple[_Record | None, _Record, int]:
     if of[1].is_over:
-        raise ModelError("a module that recomputes parts of itself, in an order of its own")
+        raise _RecomputesError
     return of
 
 
