@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def test_modules_of_a_script(tmp_path: Path, text: str, modules: tuple[str, ...]
     script = tmp_path / "script.py"
     script.write_text(text)
     assert modules_of(script) == modules
+
+
+def test_what_is_shared_is_there() -> None:
+    """A server passes over what it cannot import."""
+    assert [name for name in TRAINING if importlib.util.find_spec(name) is None] == []
 
 
 def test_a_script_that_cannot_be_read_shares_nothing(tmp_path: Path) -> None:

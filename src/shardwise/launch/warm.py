@@ -21,7 +21,7 @@ WARM = (
 """What every process that trains with Shardwise needs."""
 TRAINING = (
     *WARM,
-    *(f"shardwise.{name}" for name in ("launch.resuming", "parallel.pipeline", "parallel.tensor")),
+    *(f"shardwise.{name}" for name in ("launch.rank.resuming", "parallel.pipeline", "parallel.tensor")),
     *(f"shardwise.train.{name}" for name in ("build", "metrics", "picture", "progress", "sampling")),
 )
 """The same, with what `shardwise train` needs."""
