@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -412,7 +413,9 @@ def test_what_would_fit_is_shown_and_does(here: Path) -> None:
     code, text, _ = invoke(plan, "llama-1b", "l4:1", *words)
     assert code == ExitCode.REFUSED
     assert "what would fit, each change alone, with a global batch of 2" in text
-    found = json.loads(invoke(plan, "llama-1b", "l4:1", *words, "--json")[1])
+    found = json.loads(invoke(plan, "llama-1b", "l4:1", *words, "--json", "--html", "r.html")[1])
+    page = unescape((here / "r.html").read_text())
+    assert all(f"<td>{change}</td>" in page for change in (each["change"] for each in found["would_fit"]))
     advice = {each["change"]: each for each in found["would_fit"]}
     nodes, seq = "2 nodes in place of 1 (l4:1x2)", next(change for change in advice if change.startswith("--seq"))
     assert {nodes, "without --forbid offload"} <= set(advice)

@@ -98,12 +98,12 @@ def plan(
         _check(whole, asked, found.space.stack)
         made = made_for(model, cluster, asked, goal, words, stack)
         save_plan(whole, out, replace(made, price=price, adapters=adapters, base=base))
+    advice = () if found.best else _found("what would fit", lambda: advise(found.space))
     points = _found("the front of memory against time", lambda: found.front) if front or html else None
     if html:
         from shardwise.plan.page import page
 
-        write_text(html, page(found, (*asked.assumed, *assumed_of(whole, asked.cluster))))
-    advice = () if found.best else _found("what would fit", lambda: advise(found.space))
+        write_text(html, page(found, (*asked.assumed, *assumed_of(whole, asked.cluster)), advice))
     better = _found("a better batch", lambda: better_batch(found))
     if json:
         files = {"written": str(out) if found.best else None, "html": str(html) if html else None}

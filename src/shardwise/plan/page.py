@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from shardwise.plan.advice import Advice
 from shardwise.plan.band import band
 from shardwise.plan.pictures import front_picture, memory_picture, mesh_on_nodes, shown_of, step_picture, swatch
 from shardwise.plan.reasons import binds, decisions, why_lost
@@ -20,21 +21,27 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 main { max-width: 1040px; margin: 0 auto; padding: 32px 20px 60px; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 0 0 12px; }
 section { background: var(--card); border: 1px solid var(--line);
-  border-radius: 10px; padding: 18px 20px; margin: 18px 0; }
+  border-radius: 10px; padding: 18px 20px; margin: 18px 0; overflow-x: auto; }
 code { font: 14px ui-monospace, monospace; background: var(--page); padding: 2px 6px; border-radius: 5px; }
-.dim { color: var(--dim); } .big { font-size: 21px; font-weight: 600; } .tight { white-space: nowrap; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin-top: 16px; }
+.dim { color: var(--dim); } .big { font-size: 19px; font-weight: 600; } .tight { white-space: nowrap; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin-top: 16px; }
 .cards div { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 6px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+svg { width: 100%; height: auto; display: block; } section > svg { min-width: 700px; }
+svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 svg .soft { fill: var(--dim); } svg .rule { stroke: var(--line); }
-.key { margin-right: 16px; white-space: nowrap; font-size: 13px; }
+.key { display: inline-block; margin-right: 16px; font-size: 13px; }
 """
 
 
-def page(found: Search, assumed: Iterable[str] = ()) -> str:
+def page(found: Search, assumed: Iterable[str] = (), advice: Sequence[Advice] = ()) -> str:
     """The page as HTML; every word of the user's is escaped.
+
+    Args:
+        found: the search.
+        assumed: what nobody said, in words.
+        advice: what would fit, where nothing does.
 
     Cost: milliseconds, and the simulation of a pipeline's schedule.
     """
@@ -43,6 +50,7 @@ def page(found: Search, assumed: Iterable[str] = ()) -> str:
     space = found.space
     sections = [
         _head(found, chosen),
+        _section("What would fit, each change alone", _advised(advice)),
         _section("Memory per pipeline rank at its peak, by term", _memory(chosen)),
         _section("One step", _step(found, chosen)),
         _section("Memory against time", front_picture(found)),
@@ -88,6 +96,26 @@ def _head(found: Search, chosen: Candidate) -> str:
     )  # fmt: skip
 
 
+def _advised(advice: Sequence[Advice]) -> str:
+    return _table(
+        ("change", "a plan that fits then", "memory", "step"),
+        [
+            (
+                f"<td>{escape(each.change)}</td><td><code>{escape(str(each.found.plan))}</code></td>"
+                f'<td class="tight">{spelled(each.found.memory.device)}</td>'
+                f'<td class="tight">{seconds(each.found.time.total)}</td>'
+            )
+            for each in advice
+        ],
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[str]) -> str:
+    """Nothing where there are no rows; their cells are HTML."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>" if rows else ""
+
+
 def _memory(chosen: Candidate) -> str:
     names = list(dict.fromkeys(name for rank in chosen.memory.stages for name in rank.terms))
     memory = chosen.memory
@@ -101,12 +129,11 @@ def _memory(chosen: Candidate) -> str:
 
 
 def _step(found: Search, chosen: Candidate) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{seconds(value)}</td><td>{value / chosen.time.total:.1%}</td></tr>"
+    rows = [
+        f"<td>{escape(name)}</td><td>{seconds(value)}</td><td>{value / chosen.time.total:.1%}</td>"
         for name, value in sorted(chosen.time.terms.items(), key=lambda item: -item[1])
-    )
-    table = f"<table><tr><th>term</th><th>seconds</th><th>share</th></tr>{rows}</table>"
-    return step_picture(found, chosen) + table
+    ]
+    return step_picture(found, chosen) + _table(("term", "seconds", "share"), rows)
 
 
 def _legend(names: Sequence[str]) -> str:
@@ -115,22 +142,20 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _decisions(found: Search, chosen: Candidate) -> str:
-    rows = "".join(
-        f'<tr><td>{escape(d.field)}</td><td class="tight">{escape(d.value)}</td><td>{escape(d.reason)}</td></tr>'
+    rows = [
+        f'<td>{escape(d.field)}</td><td class="tight">{escape(d.value)}</td><td>{escape(d.reason)}</td>'
         for d in decisions(chosen, found.space, found.goal)
-    )
-    return f"<table><tr><th>decision</th><th>value</th><th>what its neighbours would do</th></tr>{rows}</table>"
+    ]
+    return _table(("decision", "value", "what its neighbours would do"), rows)
 
 
 def _runners_up(found: Search) -> str:
-    rows = "".join(
-        f'<tr><td><code>{escape(str(other.plan))}</code></td><td class="tight">{seconds(other.time.total)}</td>'
-        f'<td class="tight">{spelled(other.memory.device)}</td><td>{escape(why_lost(other, found))}</td></tr>'
+    rows = [
+        f'<td><code>{escape(str(other.plan))}</code></td><td class="tight">{seconds(other.time.total)}</td>'
+        f'<td class="tight">{spelled(other.memory.device)}</td><td>{escape(why_lost(other, found))}</td>'
         for other in found.ranked[1:]
-    )
-    return (
-        f"<table><tr><th>plan</th><th>step</th><th>memory</th><th>why it lost</th></tr>{rows}</table>" if rows else ""
-    )
+    ]
+    return _table(("plan", "step", "memory", "why it lost"), rows)
 
 
 def _assumed(found: Search, assumed: Iterable[str]) -> str:
