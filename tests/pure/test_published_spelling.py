@@ -325,6 +325,36 @@ def test_models_of_papers(name: str, billions: float) -> None:
     assert model_of(Cells({"model": name}), None).num_params / 1e9 == pytest.approx(billions, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama7b", 6.738), ("7B LLaMA-2", 6.738), ("google/vit-base-patch16-224", 0.0866), ("ViT-G/14", 1.844),
+        ("ViT-g/14", 1.013), ("BEiT-L/16", 0.304), ("DINOv2-B/14", 0.0866), ("internlm/internlm2-1_8b", 1.889),
+        ("stablelm-2-1_6b", 1.645), ("OLMo-2-0425-1B", 1.485), ("BERT-L", 0.335), ("MLPerf BERT", 0.335),
+        ("XLM-R XL", 3.48), ("distilgpt2", 0.082), ("DSv3", 671.0), ("DeepSeek-Coder-V2-Lite", 15.7),
+        ("deepseek-moe-16b", 16.38), ("BloombergGPT", 50.6), ("Grok-2", 269.5), ("GPT-1.5B", 1.558),
+        ("GPT 345M", 0.355), ("GPT-3", 174.6), ("nanoGPT", 0.124), ("Mistral-Small-22B", 22.25),
+        ("INTELLECT-1", 10.2), ("ModernBERT-large", 0.395), ("deberta-v3-large", 0.435), ("Command R7B", 8.03),
+        ("MiniCPM-2B", 2.725), ("Jamba-1.5-Large", 398.0), ("Pangu Ultra MoE 718B", 718.0), ("GLM-5", 744.0),
+        ("exaone-3.5-7.8b", 7.82), ("starcoder2-7b", 7.174), ("codellama-70b", 68.98), ("Ling-mini-2.0", 16.26),
+        ("EuroLLM-9B", 9.15), ("Pangu Pro MoE", 72.0), ("Skywork-MoE", 146.0), ("Phi-4-multimodal", 3.836),
+        ("Hunyuan-7B", 7.5), ("GLM-4.7-Flash", 29.8), ("bloom-7.1b", 7.069), ("Megatron-LM 4.2B", 4.2),
+        ("facebook/opt-6.7b", 6.658), ("Qwen3-30B-A3B", 30.53), ("llama3.1_405b", 405.9), ("Llama_3_8B", 8.03),
+    ],
+)  # fmt: skip
+def test_ways_to_spell_a_model(name: str, billions: float) -> None:
+    assert model_of(Cells({"model": name}), None).num_params / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ALBERT-xxlarge", "NLLB-200-3.3B", "CodeT5+ 770M", "HunyuanVideo 13B", "SD3-8B", "OpenCLIP ViT-H/14", "T5-3B"],
+)
+def test_models_that_are_no_chain_are_no_decoder_of_their_size(name: str) -> None:
+    with pytest.raises(Skip, match="chain"):
+        model_of(Cells({"model": name}), None)
+
+
 def test_pictures_are_as_long_as_their_patches() -> None:
     empty = SIZES | {"seq_len": "", "tp": "", "pp": "", "cp": ""}
     found = variant("core-8", **BARE | empty | {"model": "ViT-L/16"})

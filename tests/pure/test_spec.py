@@ -308,9 +308,25 @@ def test_usual_names_are_presets(name: str, means: str) -> None:
     assert spec_from_dict({"preset": name, "num_layers": 2}) == spec_from_dict({"preset": means, "num_layers": 2})
 
 
-@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.3", "llama-3.2-11b", "llama-3-1b", "bert-base-cased"])
+@pytest.mark.parametrize(
+    "name", ["mistralai/Mistral-7B-v0.3", "llama-3.2-11b", "llama-3-1b", "bert-base-cased", "mistral-large-3"]
+)
 def test_names_of_other_sizes_are_no_presets(name: str) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(name)) + ": unknown preset"):
+        preset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("t5-3b", r"an encoder and a decoder.*config\.json.*`hf:t5`.*package\.module:function"),
+        ("google/flan-t5-xxl", "an encoder and a decoder"), ("whisper-large-v3", "`hf:whisper`"),
+        ("ResNet50", "convolutions"), ("state-spaces/mamba-2.8b", "no attention in most blocks"),
+        ("DiT-XL/2", r"parts of its own.*give a function"), ("CLIP ViT-L/14", "an encoder of pictures"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_family_is_told_what_to_give(name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=rf"unknown preset: its family has.*{says}"):
         preset(name)
 
 

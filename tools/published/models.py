@@ -16,7 +16,10 @@ from shardwise.errors import ConfigError
 from shardwise.model.spec import ModelSpec, preset
 
 _FIELDS = {f.name for f in fields(ModelSpec)}
-_NOT_MODELLED = r"(^|-)(m?t5|flan|ul2|whisper|flux|clip|unet|dlrm|resnet|stable-diffusion|sdxl|dit)\b"
+_NOT_MODELLED = (
+    r"(^|-)(m?t5|flan|ul2|whisper|flux|(open-?|eva-?)?clip|unet|dlrm|resnet|stable-diffusion|sd-?3|sdxl|dit)\b"
+    r"|\b(albert|code-?t5|m2m-?100|nllb|alexa-?tm|cog-?video|hunyuan-?video|wan-?2)"
+)
 _NO_ATTENTION = r"rwkv|mamba|retnet|hyena|recurrent-?gemma|griffin|xlstm"
 _VOCAB = (
     (r"llama-?3|llama-?4", 128256), (r"qwen", 151936), (r"gemma", 256000), (r"nemotron", 256000),
@@ -53,7 +56,7 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     Raises:
         Skip: no known name and too few columns, or a model that is no chain of equal blocks.
     """
-    name = re.sub(r"[\s_]+", "-", cells["model"].lower())
+    name = _spelled(cells["model"])
     name = re.sub(r"deepseek-?r1-(distill-)?(qwen|llama)", lambda found: _TAUGHT[found[2]], name)
     if re.search(_NOT_MODELLED, name):
         raise Skip("model: not a chain of equal blocks")
@@ -78,6 +81,25 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     if "stands_for" in sizes:
         cells.assume(sizes["stands_for"])
     return _tied(cells, spec)
+
+
+_SPELLINGS = (
+    (r"^[\w.-]+/(?=[a-z])(?=[\w.-]+$)", ""),  # who published it
+    (r"^((?:internlm|stablelm)-?2[\w.-]*-\d)_(?=\d+b\b)", r"\1."),
+    (r"[\s_]+", "-"),
+    (r"(?<=[a-z]{2})(?=\d+(\.\d+)?[bm]\b)", "-"),  # llama7b
+    (r"^(\d+(?:\.\d+)?[bm])-(\D.*)$", r"\2-\1"),  # 7B Llama
+    (r"(^|-)(beit(?:-?v2)?|mae|dino-?v[23])-(?=[tsblhg]\b|tiny|small|base|large|huge|giant)", r"\1\2-vit-"),
+)
+"""Ways to write a name -> the one that is looked for."""
+
+
+def _spelled(model: str) -> str:
+    """A name in lower case, with '-' between its parts; ViT-G, which its case alone tells from ViT-g, in full."""
+    name = re.sub(r"\bViT-?G\b", "vit-gigantic", model).lower()
+    for pattern, to in _SPELLINGS:
+        name = re.sub(pattern, to, name)
+    return name
 
 
 @cache
@@ -129,7 +151,9 @@ def _is_about(sizes: Mapping[str, Any], total: float | None) -> bool:
     if not total:
         return True
     spec = ModelSpec(**{key: value for key, value in sizes.items() if key in _FIELDS})
-    return any(1 / _ABOUT < total / count < _ABOUT for count in (spec.num_params, spec.active_params))
+    without = spec.num_params - (1 if spec.tie_embeddings else 2) * spec.vocab_size * spec.dim
+    counts = (spec.num_params, spec.active_params, *((without,) if without > 0 and not spec.patch else ()))
+    return any(1 / _ABOUT < total / count < _ABOUT for count in counts)
 
 
 def _stated_total(cells: Cells, name: str) -> float | None:

@@ -36,7 +36,7 @@ _SAME: tuple[tuple[str, str], ...] = (
     (r"nemotron-?4-(15b|340b)", r"nemotron-\1"),
     (r"olmoe-1b-7b(?:-\d+)?", "olmoe-7b"),
     (r"mistral-nemo(?:-\d+)?", "mistral-nemo-12b"),
-    (r"mistral-large(?:-\d+)?", "mistral-large-123b"),
+    (r"mistral-large(?:-2|-\d{4})?", "mistral-large-123b"),
     (r"mistral-small(?:-24b)?(?:-\d+)?", "mistral-small-24b"),
     (r"smollm-?2-(135m|360m|1\.7b)", r"smollm-\1"),
     (r"tinyllama", "tinyllama-1.1b"),
@@ -46,6 +46,39 @@ _SAME: tuple[tuple[str, str], ...] = (
 )
 """A whole name, without its repository and suffix -> the preset with the same sizes. (Llama 3 and 3.1 differ in the
 length that they were trained for.)"""
+
+_OTHERS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"(flan-|code-?|long-?|by|m)?t5|(flan-)?ul2|t0|m?bart|pegasus|marian|nllb|m2m|led",
+        "an encoder and a decoder",
+        "t5",
+    ),
+    (r"whisper", "an encoder and a decoder", "whisper"),
+    (r"(falcon-?)?mamba-?2?|rwkv|recurrent-?gemma|retnet|hyena|xlstm", "no attention in most blocks", "mamba2"),
+    (r"(wide-?|se-?)?resn(et|ext)|conv-?next|efficientnet|regnet|mobilenet|densenet|vgg", "convolutions", "resnet"),
+    (r"swin", "stages of unlike blocks", "swin"),
+    (r"(open-?)?clip|siglip|blip", "an encoder of pictures and one of words", "CLIPModel"),
+    (r"albert", "one block that is called again and again", "albert"),
+    (r"dit|sit|u-?net|sdxl|sd-?[123x]|stable-?diffusion|flux|pixart|wan-?2|cog-?video|dlrm", "parts of its own", ""),
+)
+"""Beginning of a name -> what its family has that no `ModelSpec` says, and a model of `hf:` that has it too."""
+
+
+def other_family(name: str) -> str:
+    """What to say of a model that no preset could be; empty: of no such family.
+
+    >>> other_family("resnet50").partition(";")[0]
+    'its family has convolutions, and presets are chains of equal blocks of attention'
+    """
+    short = re.sub(r"[\s_]+", "-", re.sub(r"/(?=\d+$)", "-", name).rpartition("/")[2].strip().lower())
+    for pattern, has, hf in _OTHERS:
+        if re.match(rf"({pattern})(?![a-z])", short):
+            there = f"its config.json as hf:config.json (`hf:{hf}` has the sizes of a default), or " if hf else ""
+            return (
+                f"its family has {has}, and presets are chains of equal blocks of attention; "
+                f"give {there}a function that builds it, as package.module:function"
+            )
+    return ""
 
 
 def canonical(name: str, known: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.errors import ConfigError, ModelError, PlanError, UsageError
 from shardwise.findings import nearest
-from shardwise.model.aliases import canonical
+from shardwise.model.aliases import canonical, other_family
 from shardwise.records import RecordError, from_dict, located, read_kind
 
 ModelKind = Literal["llama", "gpt", "moe"]
@@ -292,11 +292,13 @@ def preset(name: str) -> ModelSpec:
     """The sizes of a known model.
 
     Raises:
-        UsageError: an unknown name, with the nearest one.
+        UsageError: an unknown name, with the nearest one, or with what its family has that no preset holds.
     """
     table = _table()
     given, name = name, canonical(name, table)  # `meta-llama/Llama-3.1-8B` and the like are `llama-8b`
     if name not in table:
+        if other := other_family(given):
+            raise UsageError(f"model {given!r}: unknown preset: {other}")
         hint = nearest(given.rpartition("/")[2].lower(), list(table))
         raise UsageError(
             f"model {given!r}: unknown preset; {hint} (or give a .toml file of sizes, or a model type or config.json "
