@@ -126,6 +126,9 @@ def survives(world: World, folder: Path, plan: str, *, kills: int) -> None:
         ("dp4", 200),
         pytest.param("fsdp2 tp2", 10, marks=pytest.mark.soak),
         pytest.param("pp2 fsdp2 / 1f1b mb2", 10, marks=pytest.mark.soak),
+        pytest.param("cp2 fsdp2", 10, marks=pytest.mark.soak),
+        pytest.param("fsdp2 ep2", 10, marks=pytest.mark.soak),
+        pytest.param("pp2 dp2 / 1f1b mb2 / fp16", 10, marks=pytest.mark.soak),
         *(
             pytest.param(plan, kills, marks=pytest.mark.soak)
             for plan, kills in [
