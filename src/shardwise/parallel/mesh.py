@@ -223,9 +223,8 @@ def open_mesh(
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
             share_leave(mesh.rank, mesh.world)
             mesh.groups.clear()
-            for part in (mesh.device_mesh, mesh.expert_mesh):
-                if part is not None:
-                    release_groups(part)
+            for part in (each for each in (mesh.device_mesh, mesh.expert_mesh) if each is not None):
+                release_groups(part)
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
