@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from shardwise.models.moe import MoEConfig, MoEDecoder, MoEOutput
 
 VOCAB, SEQ, ROWS = 32, 8, 512
 FOR_EVER = 10**6
@@ -41,8 +42,19 @@ def model() -> torch.nn.Module:
     return sw.GPT(sw.GPTConfig(vocab_size=VOCAB, dim=16, num_layers=4, num_heads=4, max_seq_len=SEQ))
 
 
-def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
-    return sw.token_cross_entropy(output, batch["labels"])
+def experts() -> torch.nn.Module:
+    """With a bias per expert, which steps move without a gradient."""
+    return MoEDecoder(
+        MoEConfig(
+            vocab_size=VOCAB, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=16, max_seq_len=SEQ,
+            num_experts=4, score="sigmoid", bias_rate=0.05,
+        )
+    )  # fmt: skip
+
+
+def loss_fn(output: torch.Tensor | MoEOutput, batch: dict[str, torch.Tensor]) -> sw.Loss:
+    logits = output.logits if isinstance(output, MoEOutput) else output
+    return sw.token_cross_entropy(logits, batch["labels"])
 
 
 def digest(state: sw.TrainState) -> str:
@@ -64,9 +76,11 @@ def main(plan_text: str, out: str, until: int) -> None:
     data = Rows()
     with sw.open_mesh(plan, device="cpu", timeout_s=100) as mesh:
         sample = {"input_ids": data.tokens[:2, :-1]}
-        placed = sw.apply(model, plan, mesh, seed=1, sample=sample)
+        placed = sw.apply(experts if plan.axes.ep > 1 else model, plan, mesh, seed=1, sample=sample)
         batches = sw.loader(data, plan.batch, mesh, global_size=8)
         state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), batches, schedule=sw.warmup_cosine(3, 100))
+        if state.loss_scale is not None:
+            state.loss_scale.scale, state.loss_scale.period = 2.0**12, 2  # soon too high: steps are skipped
         store = sw.Store(folder / "checkpoints", keep=2)
         store.load_latest(state)
         try:

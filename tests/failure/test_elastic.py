@@ -33,6 +33,7 @@ from shardwise.launch.job import Job
 from shardwise.launch.local import Failure
 from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.plan.plan import Plan
+from shardwise.testing.killer import processes_below
 from shardwise.testing.world import World
 from shardwise.train.kept.mirror import other_statistics
 from tests.disks import disk
@@ -82,17 +83,17 @@ def events_of(out: Path) -> list[dict[str, Any]]:
 
 
 def kill_rank(process: subprocess.Popen[Any], rank: int) -> None:
-    (victim,) = (p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == f"rank {rank}")
+    (victim,) = (child for name, child in processes_below(process.pid, "rank ") if name == f"rank {rank}")
     victim.kill()
 
 
 def standbys_of(process: subprocess.Popen[Any]) -> set[psutil.Process]:
     """Of the first rank."""
-    found = set()
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found |= {child} if child.name() == "standby 0" else set()
-    return found
+    return {child for name, child in processes_below(process.pid, "standby ") if name == "standby 0"}
+
+
+def ranks_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
+    return [rank for _, rank in processes_below(process.pid, "rank ")]
 
 
 def close(here: float, there: float) -> bool:
@@ -212,13 +213,13 @@ def test_below_the_minimum_nobody_trains_and_signals_end_in_order(tmp_path: Path
     process = start(out, *words, PACE_S="0.05")
     wait_for_step(process, out, 3, 2)
     (out / "devices").write_text("1")
-    wait_until(process, lambda: not [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)])
+    wait_until(process, lambda: not ranks_of(process))
     assert steps_saved(out) == [rows_of(out)[-1]["step"]]  # nobody may come back
     before = len(rows_of(out))
     time.sleep(0.5)
     assert len(rows_of(out)) == before
     (out / "devices").write_text("1-7")
-    wait_until(process, lambda: [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)])
+    wait_until(process, lambda: ranks_of(process))
     process.send_signal(signal.SIGTERM)  # while three processes take over: they go on, finish a step and save
     children = psutil.Process(process.pid).children(recursive=True)
     code, err = finish(process)
@@ -242,7 +243,7 @@ def test_what_dies_after_the_save_of_a_pause_is_not_saved_by_a_few_once_more(tmp
     process = start(out, "--elastic", "2:2", str(script), "dp2 / fp64", "--", str(out), "100000", PACE_S="0.05")
     wait_for_step(process, out, 2, 2)
     (out / "devices").write_text("1")
-    wait_until(process, lambda: not any(map(is_rank, psutil.Process(process.pid).children(recursive=True))))
+    wait_until(process, lambda: not ranks_of(process))
     saved = steps_saved(out)
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
@@ -259,7 +260,7 @@ def test_the_same_go_on_after_a_pause_and_a_few_save_what_others_trained(tmp_pat
     process = start(out, *words, PACE_S="0.05")
 
     def nobody_trains() -> bool:
-        return not any(map(is_rank, psutil.Process(process.pid).children(recursive=True)))
+        return not ranks_of(process)
 
     wait_for_step(process, out, 2, 2)
     (out / "devices").write_text("1")
@@ -331,13 +332,6 @@ def test_only_another_number_of_micro_batches_is_said(then: int, now: int, is_sa
 
 def steps_saved(out: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in (out / "checkpoints").glob("step-????????/manifest.json"))
-
-
-def is_rank(process: psutil.Process) -> bool:
-    try:
-        return process.name().startswith("rank ")
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_too_few_for_too_long_is_an_error_and_what_is_no_list_changes_nothing(tmp_path: Path) -> None:
@@ -659,7 +653,7 @@ def test_many_changes(world: World, tmp_path: Path, plan: str) -> None:
         while process.poll() is None and rows_of(out)[-1]["step"] < following:
             time.sleep(0.02)
         time.sleep(draw.random())
-        ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)]
+        ranks = ranks_of(process)
         if draw.random() < 0.5 and ranks and kills < 10:  # two of each of six slots would leave none
             draw.choice(ranks).kill()
             kills += 1

@@ -107,7 +107,10 @@ def listening(pid: int) -> set[str]:
     """The addresses on which a process and those below it take connections."""
     process, held = psutil.Process(pid), set()
     for each in (process, *process.children(recursive=True)):
-        for link in Path(f"/proc/{each.pid}/fd").iterdir():
+        links = list[Path]()
+        with suppress(OSError):  # it has ended meanwhile
+            links += Path(f"/proc/{each.pid}/fd").iterdir()
+        for link in links:
             with suppress(OSError):  # closed meanwhile
                 held.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.testing.killer import Killer
+from shardwise.testing.killer import Killer, processes_below
 
 # A process with two children whose name both is `rank 0`, as a dying rank and the one in its place are for an instant.
 TWO_OF_ONE_NAME = """
@@ -36,3 +37,14 @@ def test_two_processes_of_one_name_are_both_hit() -> None:
         finally:
             for process in [*psutil.Process(parent.pid).children(), parent]:
                 process.kill()
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that the fork server starts to ask what it may do: it lives for a millisecond."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        listed = psutil.Process(child.pid)
+        monkeypatch.setattr(psutil.Process, "children", lambda process, recursive: [listed])
+        assert [found for _, found in processes_below(os.getpid(), "")] == [listed]
+        child.kill()
+        child.wait()
+        assert processes_below(os.getpid(), "") == []

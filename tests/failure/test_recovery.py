@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from shardwise.errors import ExitCode
 from shardwise.launch.forking.nursery import STANDBY_NICE, may_raise_priority
 from shardwise.launch.local import Failure
 from shardwise.launch.recovery import Bounds, Recovering
-from shardwise.testing.killer import Killer
+from shardwise.testing.killer import Killer, processes_below
 from shardwise.testing.world import World
 from tests.failure import recovering
 from tests.failure.test_forked_ranks import GLOO, LOOPBACK, listening
@@ -125,6 +126,9 @@ def survives(world: World, folder: Path, plan: str, *, kills: int) -> None:
         ("dp4", 200),
         pytest.param("fsdp2 tp2", 10, marks=pytest.mark.soak),
         pytest.param("pp2 fsdp2 / 1f1b mb2", 10, marks=pytest.mark.soak),
+        pytest.param("cp2 fsdp2", 10, marks=pytest.mark.soak),
+        pytest.param("fsdp2 ep2", 10, marks=pytest.mark.soak),
+        pytest.param("pp2 dp2 / 1f1b mb2 / fp16", 10, marks=pytest.mark.soak),
         *(
             pytest.param(plan, kills, marks=pytest.mark.soak)
             for plan, kills in [
@@ -142,9 +146,8 @@ def test_all_ranks_at_once_lose_nothing(world: World, tmp_path: Path) -> None:
     world(2, recovering.main, "dp2", str(tmp_path / "a"), 6)
     process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "6", PACE_S="0.3")
     wait_for_steps(process, tmp_path, 3)
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if child.name().startswith("rank "):
-            child.kill()
+    for rank in called(process, "rank "):
+        rank.kill()
     code, err = finish(process)
     assert code == 0, err
     (event,) = events_of(tmp_path)
@@ -181,17 +184,26 @@ def test_a_rank_that_dies_while_the_job_is_asked_to_end_costs_no_step(
 
 
 def called(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if child.name().startswith(name)]
+    return [child for _, child in processes_below(process.pid, name)]
+
+
+def ready_standbys(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Both, stopped once they were ready."""
+    end = time.monotonic() + 100
+    while True:
+        assert process.poll() is None and time.monotonic() < end, finish(process, 5)
+        with suppress(psutil.NoSuchProcess):  # one was killed, and another one takes its place
+            ready = [each for each in called(process, "standby") if each.status() == psutil.STATUS_STOPPED]
+            if len(ready) == 2:
+                return ready
+        time.sleep(0.02)
 
 
 def test_who_stands_by_takes_nothing_from_who_trains(tmp_path: Path) -> None:
     """It gets ready behind them, and is stopped then: threads of its groups would wake a hundred times a second."""
     process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
     wait_for_steps(process, tmp_path, 2)
-    end = time.monotonic() + 100
-    while len(ready := [p for p in called(process, "standby") if p.status() == psutil.STATUS_STOPPED]) < 2:
-        assert process.poll() is None and time.monotonic() < end, finish(process, 5)
-        time.sleep(0.02)
+    ready = ready_standbys(process)
     own, behind = os.nice(0), {standby.nice() for standby in ready}
     assert behind == ({min(own + STANDBY_NICE, 19)} if may_raise_priority() else {own})
     spent = [sum(standby.cpu_times()) for standby in ready]
@@ -353,10 +365,7 @@ def test_standbys_are_given_up_after_failures_in_a_row(tmp_path: Path) -> None:
     process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
     wait_for_steps(process, tmp_path, 2)
     for _ in range(4):  # each was ready: another one takes its place
-        end = time.monotonic() + 100
-        while len(ready := [p for p in called(process, "standby") if p.status() == psutil.STATUS_STOPPED]) < 2:
-            assert process.poll() is None and time.monotonic() < end, finish(process, 5)
-            time.sleep(0.02)
+        ready = ready_standbys(process)
         ready[0].kill()
         psutil.wait_procs(ready, timeout=60)
     process.send_signal(signal.SIGTERM)

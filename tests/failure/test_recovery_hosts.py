@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from shardwise.launch.forking.lines import Line
 from shardwise.launch.job import Job, Nodes
 from shardwise.launch.nodes import meeting
 from shardwise.launch.stopping import Stopping
-from shardwise.testing.killer import Killer
+from shardwise.testing.killer import Killer, processes_below
 from shardwise.testing.world import World
 from tests.failure import recovering
 from tests.failure.test_recovery import SCRIPT, events_of, finish, last_step, log_of, wait_for_new_step, wait_for_steps
@@ -90,12 +89,7 @@ def wrong_clock(folder: Path) -> dict[str, str]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """A child that has ended since it was listed, as those do that a library starts to ask the system, is no rank."""
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [child] if child.name().startswith("rank ") else []
-    return found
+    return [rank for _, rank in processes_below(process.pid, "rank ")]
 
 
 @pytest.mark.slow

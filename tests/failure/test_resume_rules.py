@@ -234,10 +234,15 @@ def test_a_run_goes_on_where_its_record_lies(
     assert out("config.toml") == "new"
 
 
-def test_a_longer_schedule_is_said(train: Train, here: Path) -> None:
-    for steps, said in ((2, ""), (4, "step 2: the learning rate's schedule: 0.55 -> 0.775 at step 1\n")):
-        ran = train(here, "c", "--steps", str(steps), "--schedule", "linear", "--warmup", "0")
-        assert ran.returncode == 0 and said in ran.stdout and ("schedule: 0" in ran.stdout) == bool(said)
+def test_a_longer_schedule_needs_leave_and_is_said(train: Train, here: Path) -> None:
+    words = ("--schedule", "linear", "--warmup", "0", "--steps")
+    ran = train(here, "c", *words, "2")
+    assert ran.returncode == 0 and "schedule: 0" not in ran.stdout
+    refused = train(here, "c", *words, "4")
+    assert refused.returncode == ExitCode.CHANGED and "add --allow train.steps" in refused.stderr
+    ran = train(here, "c", *words, "4", "--allow", "train.steps")
+    said = "step 2: the learning rate's schedule: 0.55 -> 0.775 at step 1\n"
+    assert ran.returncode == 0 and said in ran.stdout
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.run import THRONG, check_crowd
 from shardwise.cli.run import start as start_job
 from shardwise.errors import ExitCode
 from shardwise.launch.job import Job
@@ -305,3 +306,12 @@ def test_dry_run_and_json(tmp_path: Path) -> None:
     answer = json.loads(out)
     assert (answer["world"], answer["plan"]["shorthand"]) == (2, "dp2 / fp32")
     assert "script.py" in answer["command"]
+
+
+def test_a_plan_for_a_cluster_is_not_started_on_a_laptop_unless_it_is_said_twice(tmp_path: Path) -> None:
+    most = THRONG * len(os.sched_getaffinity(0))
+    code, out, err = finish(start(tmp_path, HELLO, f"dp{most + 1}"))
+    assert code == ExitCode.USAGE and not out
+    assert f"{most + 1} processes are to be started here: found " in err and f"or say --nproc {most + 1} too" in err
+    check_crowd(most, said=False)
+    check_crowd(most + 1, said=True)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from shardwise.errors import ExitCode
+from shardwise.testing.killer import processes_below
 from tests.failure.test_launchers import BARE, SCRIPT, free_port, ranks_said
 from tests.failure.test_recovery import SCRIPT as RECOVERING
 from tests.failure.test_recovery import log_of
@@ -115,7 +116,7 @@ def ranks_of_job(out: Path) -> list[psutil.Process]:
     """SLURM's own daemons start the supervisors: they are no children of this process."""
     said = [(p, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
     supervisors = [p for p, words in said if words[1:4] == ["-m", "shardwise", "run"] and str(out) in words]
-    return [child for p in supervisors for child in p.children(recursive=True) if child.name().startswith("rank ")]
+    return [rank for supervisor in supervisors for _, rank in processes_below(supervisor.pid, "rank ")]
 
 
 def test_srun_starts_the_ranks(slurm: dict[str, str], tmp_path: Path) -> None:

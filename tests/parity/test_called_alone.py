@@ -74,6 +74,31 @@ def test_a_rank_that_loses_another_names_the_cause(world: World, text: str) -> N
     assert echo[-1] == "This rank lost another one. What ended that: rank 1: KeyError: 'labels'"
 
 
+def leaving(text: str) -> list[str]:
+    """The last rank leaves the loop after a step, and the mesh: the others' error, and its notes."""
+    plan, data = sw.Plan.parse(text), [{"input_ids": row} for row in torch.zeros(16, 4, dtype=torch.int64)]
+    try:
+        with sw.open_mesh(plan) as mesh:
+            placed = sw.apply(model, plan, mesh, seed=3, sample={"input_ids": torch.zeros(4, 4, dtype=torch.int64)})
+            state = sw.TrainState(placed, sw.sgd(placed, lr=0.1), sw.loader(data, plan.batch, mesh, global_size=4))
+            for _ in sw.steps(state, lambda output, batch: sw.Loss(output.sum(), output.numel()), until=3):
+                if mesh.rank == mesh.world - 1:
+                    break
+    except RuntimeError as error:
+        return [str(error), *getattr(error, "__notes__", [])]
+    return []
+
+
+def test_a_rank_that_loses_one_which_left_the_loop_says_which(world: World) -> None:
+    """The one that left has no error, and so no message to look at."""
+    echo, left = world(2, leaving, "dp2")
+    assert left == []
+    assert echo[-1].startswith(
+        "This rank lost another one. What ended that: rank 1 had come to the end of its open_mesh block, without an "
+        "error; every rank must make as many steps"
+    )
+
+
 def raising(text: str) -> None:
     raise RuntimeError(" ".join(failing(text)))
 

@@ -136,9 +136,43 @@ def test_another_layout_is_the_same_maths(tmp_path: Path) -> None:
 def test_a_warmup_that_follows_the_length_is_nobodys_change(tmp_path: Path) -> None:
     before = config(train={"steps": 10}, schedule={"warmup": 1})
     now = config(train={"steps": 20}, schedule={"warmup": 2}, origins={"schedule.warmup": "derived: a tenth"})
-    assert {change.kind for change in changes(tmp_path, before, now)} == {"other"}
+    assert {change.key: change.kind for change in changes(tmp_path, before, now)} == {
+        "train.steps": "maths",  # leave for the length is all that is asked for
+        "schedule.warmup": "other",
+    }
     said = config(train={"steps": 20}, schedule={"warmup": 2}, origins={"schedule.warmup": "flag: --warmup"})
     assert changes(tmp_path, before, said)[0].kind == "maths"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "kind"),
+    [
+        ({"name": "constant", "warmup": 3}, 20, "other"),
+        ({"name": "cosine", "warmup": 1, "final": 1.0}, 20, "other"),  # the full rate from its warm-up on
+        ({"name": "cosine", "warmup": 1}, 20, "maths"),
+        ({"name": "cosine", "warmup": 1}, 8, "maths"),
+        ({"name": "linear", "warmup": 1}, 20, "maths"),
+        ({"name": "wsd", "warmup": 1}, 20, "maths"),
+    ],
+)
+def test_a_length_that_the_rates_follow_changes_the_maths(
+    tmp_path: Path, schedule: dict[str, Any], steps: int, kind: str
+) -> None:
+    before, now = (config(train={"steps": length}, schedule=schedule) for length in (10, steps))
+    [change] = changes(tmp_path, before, now)
+    assert (change.key, change.kind) == ("train.steps", kind)
+    if kind == "maths":
+        why = f"which the rates of schedule.name = '{schedule['name']}' follow"
+        with pytest.raises(ChangedError, match=f"train.steps: 10 -> {steps}, {why}.*add --allow train.steps"):
+            check_allowed(RunDir(tmp_path), [change], ())
+    both = changes(tmp_path, before, config(train={"steps": steps}, schedule=schedule | {"warmup": 2}))
+    assert {change.key: change.kind for change in both} == {"schedule.warmup": "maths", "train.steps": kind}
+
+
+def test_a_schedule_of_a_record_that_is_not_known_is_taken_to_be_moved(tmp_path: Path) -> None:
+    before, now = (config(train={"steps": length}, schedule={"name": "constant"}) for length in (10, 20))
+    before["settings"]["schedule"]["shape"] = "waves"
+    assert [change.kind for change in changes(tmp_path, before, now)] == ["maths"]
 
 
 def test_what_is_allowed(tmp_path: Path) -> None:

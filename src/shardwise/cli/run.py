@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 CROWD = 4
 """More ranks on a core are remarked upon: as a rule somebody has given a plan for another machine."""
+THRONG = 64
+"""More of them on a core are refused until `--nproc` says it too: before its first step each takes tenths of a second
+of its core, so that a machine is busy for a minute or more with what one that is given too much cannot end soon."""
 _WordsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[PLAN] [ARGS]...", help="The plan, then words for the script.")
 ]
@@ -102,7 +105,7 @@ def run(
         return _show(job, plan, json=json)
     if started is not None:
         _become(job, started)
-    code = start(job, recovering)
+    code = start(job, recovering, said=nproc is not None)
     if json:
         print_json({"script": script, "world": world, "plan": plan_json(plan) if plan else None, "exit_code": code})
     raise typer.Exit(code)
@@ -124,14 +127,33 @@ def _become(job: Job, started: Launch) -> NoReturn:
     sys.exit(become(["--script", job.target, *job.args]))
 
 
-def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
-    """Run a job here; the first failure goes to stderr."""
+def check_crowd(nproc: int, *, said: bool) -> None:
+    """Remark upon more ranks than cores; refuse a plan for a cluster on a laptop.
+
+    Args:
+        nproc: processes that shall be started on this host.
+        said: their number was given beside the plan.
+
+    Raises:
+        UsageError: too many for its cores, and nobody gave their number.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if job.nproc > CROWD * cores:
+    if nproc > THRONG * cores and not said:
+        raise UsageError(
+            f"{nproc} processes are to be started here: found {cores} cores, needed one for at most {THRONG} of them; "
+            "give a plan for this machine, start it where that of this one is (srun, torchrun), look at it with "
+            f"--dry-run, or say --nproc {nproc} too if it is meant: they take turns"
+        )
+    if nproc > CROWD * cores:
         say(
-            f"shardwise: {job.nproc} ranks on {cores} cores: they take turns, and each is a process with its own "
+            f"shardwise: {nproc} ranks on {cores} cores: they take turns, and each is a process with its own "
             "memory; Ctrl-C and a smaller plan if this is not meant"
         )
+
+
+def start(job: Job, recovering: Recovering | None = None, *, said: bool = True) -> ExitCode:
+    """Run a job here; the first failure goes to stderr. `said`: see `check_crowd`."""
+    check_crowd(job.nproc, said=said)
     with catching() as stopping:
         if recovering is not None and job.nodes.count > 1:
             from shardwise.launch.hosts import run_on_hosts

@@ -373,7 +373,7 @@ def _start(derived: Derived, run: RunDir, launch: Launch | None, recovering: Rec
         # what cuBLAS asks for; read when its first handle is made, so it must be there from the start
         environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if settings.deterministic else {},
     )
-    return start(job, recovering)
+    return start(job, recovering, said=not str(derived.configuration.origin("train.nproc")).startswith("derived"))
 
 
 def _finish(run: RunDir, derived: Derived, code: ExitCode, *, json: bool) -> None:

@@ -26,7 +26,7 @@ from shardwise.errors import LaunchError, UsageError
 from shardwise.findings import nearest
 from shardwise.launch.environment import HOST, LOCAL_INIT, Launch, asked_backend, read_environment
 from shardwise.parallel import host_torch_private
-from shardwise.parallel.echoes import forget_causes, share_cause
+from shardwise.parallel.echoes import forget_causes, share_cause, share_leave
 from shardwise.parallel.mesh_torch_private import (
     HashStore,
     PrefixStore,
@@ -221,10 +221,10 @@ def open_mesh(
         with _finishing(mesh), explaining_parts():
             yield mesh
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
+            share_leave(mesh.rank, mesh.world)
             mesh.groups.clear()
-            for part in (mesh.device_mesh, mesh.expert_mesh):
-                if part is not None:
-                    release_groups(part)
+            for part in (each for each in (mesh.device_mesh, mesh.expert_mesh) if each is not None):
+                release_groups(part)
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()

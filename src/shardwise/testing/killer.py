@@ -52,12 +52,10 @@ class Killer:
             who = "standby " if draw.random() < self.standbys else "rank "
             number = 2 if draw.random() < self.double else 1
             places = [draw.random() for _ in range(number)]
-            try:
-                processes = psutil.Process(self.pid).children(recursive=True)
-            except psutil.NoSuchProcess:
+            if not psutil.pid_exists(self.pid):
                 break
             # A dying rank and the one in its place may have the same name for an instant: by name, then by id.
-            found = sorted((name, p.pid, p) for p in processes if (name := _name(p)).startswith(who))
+            found = sorted((name, p.pid, p) for name, p in processes_below(self.pid, who))
             victims = {int(place * len(found)): found[int(place * len(found))] for place in places if found}
             hit = []
             for name, _, process in victims.values():
@@ -69,8 +67,14 @@ class Killer:
         return len(self.blows)
 
 
-def _name(process: psutil.Process) -> str:
-    try:
-        return str(process.name())
-    except psutil.NoSuchProcess:
-        return ""
+def processes_below(pid: int, begins: str) -> list[tuple[str, psutil.Process]]:
+    """Those that a process started, directly or not, whose name begins so, with their names: `rank 3`, `standby 0`.
+
+    A job starts and ends processes at any time: one that ends while they are looked at is none of them.
+    """
+    found = list[tuple[str, psutil.Process]]()
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found.append((child.name(), child))
+    return [(name, child) for name, child in found if name.startswith(begins)]

@@ -26,9 +26,8 @@ from shardwise.train.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from shardwise.train.kept.rundir import RunDir
 from shardwise.train.loss import IGNORED, Loss, mean_over, token_cross_entropy
 from shardwise.train.losses import Losses
-from shardwise.train.lr import LrSchedule, constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from shardwise.train.optimizers import OPTIMIZERS
-from shardwise.train.settings import OptimizerSettings, RunSettings, ScheduleSettings
+from shardwise.train.settings import OptimizerSettings, RunSettings
 from shardwise.train.updates.optim import NamedOptimizer
 
 NO_DECAY = ("*norm*", "*.bias", "*ln_*")
@@ -183,18 +182,6 @@ def make_optimizer(placed: Placed, settings: OptimizerSettings, spec: ModelSpec 
         names = list(placed.named_parameters())
         dials["no_decay"] = tuple(p for p in NO_DECAY if any(fnmatchcase(name, p) for name in names))
     return OPTIMIZERS[settings.name](placed, _said(settings.lr), **dials)
-
-
-def make_schedule(settings: ScheduleSettings, total: int) -> LrSchedule:
-    """The learning rate's factor over a run of `total` steps."""
-    warmup = _said(settings.warmup)
-    if settings.name == "constant":
-        return constant(warmup)
-    if settings.name == "cosine":
-        return warmup_cosine(warmup, total, settings.final)
-    if settings.name == "linear":
-        return warmup_linear(warmup, total, settings.final)
-    return warmup_stable_decay(warmup, total, max(1, round(settings.decay * total)), settings.final)
 
 
 def _said(value: Any) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shardwise.errors import UsageError
+from shardwise.train.settings import ScheduleSettings
 
 Shape = Literal["constant", "cosine", "stable-decay", "linear"]
 
@@ -102,6 +103,18 @@ def warmup_stable_decay(warmup: int, total: int, decay: int, floor: float = 0.0)
     """
     schedule = LrSchedule(shape="stable-decay", warmup=warmup, total=total, decay=decay, floor=floor)
     return _checked("warmup_stable_decay", schedule)
+
+
+def make_schedule(settings: ScheduleSettings, total: int) -> LrSchedule:
+    """The learning rate's factor over a run of `total` steps."""
+    warmup = settings.warmup or 0
+    if settings.name == "constant":
+        return constant(warmup)
+    if settings.name == "cosine":
+        return warmup_cosine(warmup, total, settings.final)
+    if settings.name == "linear":
+        return warmup_linear(warmup, total, settings.final)
+    return warmup_stable_decay(warmup, total, max(1, round(settings.decay * total)), settings.final)
 
 
 def _checked(name: str, schedule: LrSchedule) -> LrSchedule:

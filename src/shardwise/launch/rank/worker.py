@@ -42,7 +42,6 @@ from shardwise.train.build import (
     make_factory,
     make_loss,
     make_optimizer,
-    make_schedule,
     read_text,
     vocab_size,
 )
@@ -50,6 +49,7 @@ from shardwise.train.data.tokens import check_vocab
 from shardwise.train.kept.changes import CONTENT, check_content
 from shardwise.train.kept.lock import RunLock, end_at_once
 from shardwise.train.kept.rundir import RunDir, can_lack, environment_facts, write_text
+from shardwise.train.lr import make_schedule
 from shardwise.train.metrics import MetricsLog
 from shardwise.train.probe import Probe
 from shardwise.train.progress import open_progress

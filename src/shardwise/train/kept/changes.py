@@ -13,6 +13,8 @@ from shardwise.findings import nearest
 from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
 from shardwise.train.kept.rundir import RunDir
+from shardwise.train.lr import make_schedule
+from shardwise.train.settings import ScheduleSettings
 
 _MATHS = ("model.", "data.", "optimizer.", "schedule.")
 _MATHS_KEYS = [
@@ -42,6 +44,8 @@ class Change:
     now: Any
     kind: Literal["maths", "layout", "other"]
     """Maths: another result. Layout: the same result elsewhere. Other: how long, what is shown and kept."""
+    why: str = ""
+    """Of a setting that is not always of that kind."""
 
     @property
     def is_loadable(self) -> bool:
@@ -51,7 +55,7 @@ class Change:
         return self.key.removeprefix("model.") not in _SHAPES
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.before!r} -> {self.now!r} ({self.kind})"
+        return f"{self.key}: {self.before!r} -> {self.now!r}{self.why} ({self.kind})"
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,10 @@ def find_changes(before: Before | None, config: Mapping[str, Any], plan: Plan) -
     found = [Change(f"plan.{key}", *pair, "maths") for key, pair in planned.items() if key.startswith(MATHS)]
     for key in sorted(then.keys() & now.keys()):
         if then[key] != now[key] and key not in _EACH_TIME:
+            if key == "train.steps" and _moves_rates(then, now, warmup_follows=derived):
+                why = f", which the rates of schedule.name = {then['schedule.name']!r} follow"
+                found.append(Change(key, then[key], now[key], "maths", why))
+                continue
             follows = key == "schedule.warmup" and derived and lengthened  # nobody said it: it goes with the length
             found.append(Change(key, then[key], now[key], "other" if follows else _kind(key)))
     return sorted(found, key=lambda change: (("maths", "layout", "other").index(change.kind), change.key))
@@ -214,6 +222,23 @@ def check_content(
             f"({', '.join(map(str, here.get('sources', ())))}), needed the same; a file or the tokenizer changed "
             f"since: put the old one back, or add --allow {CONTENT}"
         )
+
+
+def _moves_rates(then: Mapping[str, Any], now: Mapping[str, Any], *, warmup_follows: bool) -> bool:
+    """Whether another length alone gives another learning rate to a step that both runs have."""
+    lengths, section = (then["train.steps"], now["train.steps"]), "schedule."
+    if None in lengths or "schedule.name" not in then:  # another program's checkpoint says nothing of it
+        return False
+    was = {key.removeprefix(section): value for key, value in then.items() if key.startswith(section)}
+    here = was | ({"warmup": now.get("schedule.warmup")} if warmup_follows else {})
+    try:
+        before, after = (
+            make_schedule(ScheduleSettings.model_validate(settings), length)
+            for settings, length in zip((was, here), lengths, strict=True)
+        )
+    except (ValueError, UsageError):  # settings that this version does not know
+        return True
+    return before != after and any(before(step) != after(step) for step in reversed(range(min(lengths))))
 
 
 def _kind(key: str) -> Literal["maths", "layout", "other"]:
