@@ -10,6 +10,7 @@ from shardwise.plan.messages.data import reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import compute_width
 from shardwise.plan.ranks.division import Division
+from shardwise.plan.ranks.engines import uses_fully_shard
 from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import OWN, state_bytes
@@ -48,11 +49,13 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         gradients = summed * width + updated * 4.0 * (not stack.widens_grads)
         states = {"weights": kept * width, "master": updated * 4.0, "gradients": gradients}
         return {**states, "optimizer": updated * state, "buckets": flat}
+    wide = stack.grad_bytes if low else width
+    if low and stack.name in OWN and uses_fully_shard(plan) and accumulates_whole(plan, stack):
+        wide = reduce_width(plan)  # they are added up in the type in which they are reduced
     return {
         "weights": kept * (width if master else max(width, 4.0)),
         "master": updated * 4.0 if master else 0.0,
-        "gradients": summed * (stack.grad_bytes if low else width)
-        + (whole * share * width if low and _spares(plan, stack) else 0.0),
+        "gradients": summed * wide + (whole * share * width if low and _spares(plan, stack) else 0.0),
         "optimizer": updated * state,
         "buckets": summed * 4.0 * sent + flat,
     }
