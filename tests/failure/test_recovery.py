@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,23 @@ from tests.failure.test_forked_ranks import GLOO, LOOPBACK, listening
 
 SCRIPT = Path(recovering.__file__)
 SOAK = os.environ.get("SHARDWISE_SOAK")
+STARTED: list[subprocess.Popen[str]] = []
 
 
 def start(out: Path, script: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardwise", "run", "--recover", "--events", str(out / "events"), str(script)]
     pipe = subprocess.PIPE
-    return subprocess.Popen([*command, *words], stderr=pipe, text=True, env={**os.environ, **env})
+    STARTED.append(subprocess.Popen([*command, *words], stderr=pipe, text=True, env={**os.environ, **env}))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    """Where a test fails, what it started would run on beside the next ones, and be found there by the collector."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:  # which closes its pipe, and waits for it
+            process.kill()
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str]:
@@ -180,8 +192,25 @@ def test_a_rank_that_dies_while_the_job_is_asked_to_end_costs_no_step(
         assert (tmp_path / f"digest-{rank}").read_text() == (tmp_path / "a" / f"digest-{rank}").read_text()
 
 
-def called(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if child.name().startswith(name)]
+def called(process: subprocess.Popen[str], name: str, *states: str) -> list[psutil.Process]:
+    """Its children of this name that are there, and in one of these states, if any are given."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one may end while it is looked at
+            if child.name().startswith(name) and (not states or child.status() in states):
+                found.append(child)
+    return found
+
+
+def test_who_ends_while_it_is_looked_at_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""], text=True) as process:
+        gone = psutil.Process(process.pid)
+    here = psutil.Process()
+    monkeypatch.setattr(psutil.Process, "children", lambda _self, recursive: [gone, here])
+    with subprocess.Popen(["sleep", "9"], text=True) as other:
+        found = called(other, "")
+        other.kill()
+    assert found == [here]
 
 
 def test_who_stands_by_takes_nothing_from_who_trains(tmp_path: Path) -> None:
@@ -189,7 +218,7 @@ def test_who_stands_by_takes_nothing_from_who_trains(tmp_path: Path) -> None:
     process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
     wait_for_steps(process, tmp_path, 2)
     end = time.monotonic() + 100
-    while len(ready := [p for p in called(process, "standby") if p.status() == psutil.STATUS_STOPPED]) < 2:
+    while len(ready := called(process, "standby", psutil.STATUS_STOPPED)) < 2:
         assert process.poll() is None and time.monotonic() < end, finish(process, 5)
         time.sleep(0.02)
     own, behind = os.nice(0), {standby.nice() for standby in ready}
@@ -354,7 +383,7 @@ def test_standbys_are_given_up_after_failures_in_a_row(tmp_path: Path) -> None:
     wait_for_steps(process, tmp_path, 2)
     for _ in range(4):  # each was ready: another one takes its place
         end = time.monotonic() + 100
-        while len(ready := [p for p in called(process, "standby") if p.status() == psutil.STATUS_STOPPED]) < 2:
+        while len(ready := called(process, "standby", psutil.STATUS_STOPPED)) < 2:
             assert process.poll() is None and time.monotonic() < end, finish(process, 5)
             time.sleep(0.02)
         ready[0].kill()
