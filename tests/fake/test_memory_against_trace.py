@@ -429,7 +429,12 @@ IN_LINE = {
     "the first block's weights come, as sent too, beside all other gradients": ("pp2 fsdp2 / gpipe", 256),
     "of another type a block's gradients wait, behind what it kept": ("pp2 fsdp2 / gpipe mb2 / bf16", 256),
     "a unit is copied into what is sent": ("pp2 fsdp2 / gpipe / bf16", 256),
-    "gradients add up in the type in which they are reduced": ("pp2 fsdp4 / interleaved mb4 / bf16 / reduce=bf16", 64),
+    "the root, which is reduced first, leaves of its gradients this rank's part": ("pp2 fsdp8 / gpipe / bf16", 64),
+    "gradients add up in the type in which they are reduced; a stage of one block gathers one": (
+        "pp2 fsdp4 / interleaved mb4 / bf16 / reduce=bf16",
+        64,
+    ),
+    "and without an engine in the type of the weights": ("pp2 tp2 / zero-bubble mb4 / bf16-pure", 256),
     "recomputed blocks' are added up behind a stage's first": ("pp2 / zero-bubble mb4 / recompute=blocks", 64),
     "in another type block by block": ("pp2 fsdp2 / zero2 / zero-bubble mb4 / bf16 / recompute=blocks", 64),
     "the weights' part makes a stage's, in the type of its weights": ("pp2 fsdp2 / zero2 / zero-bubble mb4 / bf16", 64),
@@ -441,8 +446,7 @@ IN_LINE = {
 @pytest.mark.parametrize("why", IN_LINE)
 def test_gradients_and_weights_of_a_pipeline_s_blocks_on_a_gpu(why: str) -> None:
     text, seq_len = IN_LINE[why]
-    layers = 8 if "interleaved" in text else 6  # as many in each stage
-    plan, spec = Plan.parse(text), ModelSpec(**SIZES | LARGE | {"kind": "gpt", "num_layers": layers})
+    plan, spec = Plan.parse(text), ModelSpec(**SIZES | LARGE | {"kind": "gpt"})
     work = Workload(seq_len=seq_len, global_batch=plan.axes.data * plan.batch.micro_batches, optimizer="sgd")
     memory = estimate_memory(profile_of(spec), plan, work)
     for stage, found in enumerate(memory.stages):

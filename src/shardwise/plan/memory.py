@@ -24,6 +24,7 @@ from shardwise.plan.memory_terms.holding import (
     held_freed,
     of_units,
     placeholders,
+    reduced_last,
     sending,
     sent_before,
 )
@@ -35,7 +36,6 @@ from shardwise.plan.memory_terms.passing import (
     made_inside,
     of_block,
     passing_of,
-    reduced_last,
 )
 from shardwise.plan.memory_terms.states import (
     STATES,

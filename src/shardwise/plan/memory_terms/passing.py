@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import ge, mul, sub
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from shardwise.plan.eager.moments import Moment, moments_of
 from shardwise.plan.eager.sizes import AT_END
 from shardwise.plan.frozen import whole_again
 from shardwise.plan.memory_terms.flights import few_rounds, peaks_in_flight, whole_backwards
-from shardwise.plan.memory_terms.holding import Inside, gathered_width
+from shardwise.plan.memory_terms.holding import Inside
 from shardwise.plan.memory_terms.states import passes_once
-from shardwise.plan.messages.data import reduce_type, reduce_width
+from shardwise.plan.messages.data import reduce_type
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import (
     Saving,
@@ -150,9 +150,15 @@ def left_whole(division: Division, stages: Sequence[Stage]) -> Callable[[Sequenc
     if not (uses_fully_shard(plan) and plan.reshards):
         return lambda whole, turn: 0.0
     sizes = [[division.whole_of(block) for block in stage.blocks] for stage in stages]
-    here = max((size for each in sizes for size in each), default=0.0) * (1 + plan.communication.prefetch)
+    most = max((size for each in sizes for size in each), default=0.0) * (1 + plan.communication.prefetch)
     there, width = [sum(each) for each in sizes], compute_width(plan)
-    return lambda whole, turn: max(0.0, sum(map(mul, whole, there)) - here * whole[turn]) * width
+    counted, ahead = min(most, sum(there)), [min(most, each) for each in there]  # a stage gathers none of another's
+
+    def left(whole: Sequence[bool], turn: int) -> float:
+        here = ahead[turn] * (not whole[turn])
+        return max(0.0, sum(map(mul, whole, there)) + here - counted) * width
+
+    return left
 
 
 def _moved(kept: float, division: Division, stages: Sequence[Stage], stack: Stack) -> float:
@@ -378,22 +384,3 @@ def beside_buckets(plan: Plan, gradients: float, ahead: tuple[float, float]) -> 
     several, apart = plan.batch.micro_batches > 1, gradients * (not plan.communication.bucket_view)
     loss, backward = (gradients + each * several for each in ahead)
     return loss, max(backward, gradients + apart), gradients + apart
-
-
-def reduced_last(
-    division: Division, stages: Sequence[Stage], kept: Mapping[str, float], gradients: float, stack: Stack
-) -> dict[str, Mapping[str, float]]:
-    """What a pipeline's rank has when its first unit is reduced, behind the last micro-batch: weights, and gradients.
-
-    A unit's are copied into what is sent, and its weights have gone. `kept`: its states but for gradients; `gradients`:
-    bytes of all of these before it.
-    """
-    plan, trained = division.plan, division.workload.trained
-    if plan.axes.pp == 1 or stack.name not in OWN or not uses_fully_shard(plan):
-        return {}
-    sizes = [division.sent_of(block) for stage in stages for block, _ in stage.counts]
-    head = division.dense(division.profile.head) * any(stage.last for stage in stages)
-    unit = max(*sizes, division.embedding * any(stage.first for stage in stages) + head)
-    given = unit * trained * (1 if division.shards > 1 else 2) * reduce_width(plan)
-    whole = (division.whole(stages) - unit) * gathered_width(division, tuple(stages))
-    return {"backward": {**kept, "gathered": whole, "gradients": gradients + given}}

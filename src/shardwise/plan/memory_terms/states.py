@@ -42,7 +42,8 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         return {**states, "buckets": summed * (4.0 if stack.wide_buckets else width) * sent + flat}
     master = low and (stack.master or pure)
     if pure and stack.name in OWN:  # the masters' are there in the update alone
-        sums = accumulates_whole(plan, stack) or (plan.batch.micro_batches > 1 and plan.axes.dp_replicate > 1)
+        shards = uses_fully_shard(plan) and accumulates_whole(plan, stack)  # without an engine they stay in their type
+        sums = shards or (plan.batch.micro_batches > 1 and plan.axes.dp_replicate > 1)
         states = {"weights": kept * width, "master": updated * 4.0, "optimizer": updated * state}
         return {**states, "gradients": summed * (reduce_width(plan) if sums else width), "buckets": flat}
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
