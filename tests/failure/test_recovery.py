@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +34,23 @@ from tests.failure.test_forked_ranks import GLOO, LOOPBACK, listening
 
 SCRIPT = Path(recovering.__file__)
 SOAK = os.environ.get("SHARDWISE_SOAK")
+STARTED: list[subprocess.Popen[str]] = []
 
 
 def start(out: Path, script: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardwise", "run", "--recover", "--events", str(out / "events"), str(script)]
     pipe = subprocess.PIPE
-    return subprocess.Popen([*command, *words], stderr=pipe, text=True, env={**os.environ, **env})
+    STARTED.append(subprocess.Popen([*command, *words], stderr=pipe, text=True, env={**os.environ, **env}))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    """Where a test fails, what it started would run on beside the next ones, and be found there by the collector."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:  # which closes its pipe, and waits for it
+            process.kill()
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str]:

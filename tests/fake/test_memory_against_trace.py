@@ -265,6 +265,10 @@ DRAWN = {
         "pp2 fsdp2 / gpipe / bf16 / recompute=blocks",
         {"kind": "gpt", "dim": 512, "ffn_dim": 2048, "num_layers": 6, "vocab_size": 512, "max_seq_len": 256}, "sgd",
     ),
+    "recomputed blocks' gradients are all there when the first one of a stage has gone backward": (
+        "pp2 / zero-bubble mb4 / recompute=blocks",
+        {"kind": "gpt", "dim": 512, "ffn_dim": 2048, "num_layers": 6, "vocab_size": 512, "max_seq_len": 64}, "sgd",
+    ),
     "a whole gradient, a whole step of it, and this rank's part": (
         "tp2", WIDE | {"vocab_size": 20000, "max_seq_len": 16}, "adafactor",
     ),
@@ -417,6 +421,37 @@ def test_of_a_single_micro_batch_little_is_kept_beside_all_gradients_on_a_gpu(pl
     for stage, found in enumerate(estimate_memory(profile_of(spec), parsed, work).stages):
         rank = stage * parsed.axes.data
         peak = trace_step(training_of(spec, work), parsed, rank=rank, is_cpu=False).later.num_bytes
+        assert found.allocated == pytest.approx(peak, rel=0.03), stage
+
+
+IN_LINE = {
+    "of a block one product's gradient lies beside sums of its type": ("pp2 fsdp2 / 1f1b mb2", 16),
+    "the first block's weights come, as sent too, beside all other gradients": ("pp2 fsdp2 / gpipe", 256),
+    "of another type a block's gradients wait, behind what it kept": ("pp2 fsdp2 / gpipe mb2 / bf16", 256),
+    "a unit is copied into what is sent": ("pp2 fsdp2 / gpipe / bf16", 256),
+    "the root, which is reduced first, leaves of its gradients this rank's part": ("pp2 fsdp8 / gpipe / bf16", 64),
+    "gradients add up in the type in which they are reduced; a stage of one block gathers one": (
+        "pp2 fsdp4 / interleaved mb4 / bf16 / reduce=bf16",
+        64,
+    ),
+    "and without an engine in the type of the weights": ("pp2 tp2 / zero-bubble mb4 / bf16-pure", 256),
+    "recomputed blocks' are added up behind a stage's first": ("pp2 / zero-bubble mb4 / recompute=blocks", 64),
+    "in another type block by block": ("pp2 fsdp2 / zero2 / zero-bubble mb4 / bf16 / recompute=blocks", 64),
+    "the weights' part makes a stage's, in the type of its weights": ("pp2 fsdp2 / zero2 / zero-bubble mb4 / bf16", 64),
+    "without an engine too": ("pp2 / gpipe mb2 / recompute=blocks", 256),
+}
+
+
+@pytest.mark.share(9)
+@pytest.mark.parametrize("why", IN_LINE)
+def test_gradients_and_weights_of_a_pipeline_s_blocks_on_a_gpu(why: str) -> None:
+    text, seq_len = IN_LINE[why]
+    plan, spec = Plan.parse(text), ModelSpec(**SIZES | LARGE | {"kind": "gpt"})
+    work = Workload(seq_len=seq_len, global_batch=plan.axes.data * plan.batch.micro_batches, optimizer="sgd")
+    memory = estimate_memory(profile_of(spec), plan, work)
+    for stage, found in enumerate(memory.stages):
+        rank = stage * plan.world // plan.axes.pp
+        peak = trace_step(training_of(spec, work), plan, rank=rank, is_cpu=False).later.num_bytes
         assert found.allocated == pytest.approx(peak, rel=0.03), stage
 
 

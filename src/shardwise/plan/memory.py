@@ -24,6 +24,7 @@ from shardwise.plan.memory_terms.holding import (
     held_apart,
     held_freed,
     of_units,
+    reduced_last,
     sending,
     sent_before,
 )
@@ -33,8 +34,8 @@ from shardwise.plan.memory_terms.passing import (
     beside_buckets,
     block_bytes,
     made_inside,
+    of_block,
     passing_of,
-    reduced_last,
 )
 from shardwise.plan.memory_terms.states import (
     STATES,
@@ -284,7 +285,7 @@ def _rank_memory(
     most, running = passing_of(division, rank, stages, there, stack)
     held = {**states, "gathered": gathered_of(division, stages, stack), "buffers": most.sent}
     loss = {**held, "activations": most.kept + most.again, "working": most.working, "logits": most.logits}
-    loss["gathered"] = gathered_of(division, stages, stack, goes_back=not frees_last(stack)) + most.gathered
+    loss["gathered"] = gathered_of(division, stages, stack, goes_back=not frees_last(stack)) + most.gathered + most.made
     backward = {**held, "activations": block, "working": running.working, "buffers": running.sent}
     sent, backward["gradients"] = sending(division, stages, gradients, stack)
     backward["gathered"] += sent + running.gathered
@@ -294,10 +295,10 @@ def _rank_memory(
     if buffered or stack.zeroes_grads or several:  # gradients are there before it
         loss["gradients"] = most.gradients + most.fresh
         loss["gathered"] += sent_before(division, stack)
-        begins = running.kept + running.again, backward["gradients"] - gradients + running.gradients
+        begins = running.kept + running.again, backward["gradients"] - gradients + running.gradients, running.made
         ends = at_end(division, stages, block, running.working, stack), backward["gradients"]
-        either = max(begins, ends, key=lambda each: each[0] + each[1] * bool(there))  # or they are on the host
-        backward["activations"], backward["gradients"] = either
+        either = max(begins, (*ends, _added(division, stages, stack)), key=lambda a: a[0] + a[1] * bool(there) + a[2])
+        backward |= {"activations": either[0], "gradients": either[1], "gathered": backward["gathered"] + either[2]}
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
     if stack.name in OWN:
@@ -325,6 +326,14 @@ def _rank_memory(
     largest, sums = _largest(rank, phases)
     left = sums["loss"] + (running.again if most.logits else 0.0)
     return replace(largest, freed=max(0.0, left - sums[largest.phase])), sums
+
+
+def _added(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes of a pipeline's gradient that is being added to others when all are there; of a single pass it is one."""
+    plan = division.plan
+    if plan.axes.pp == 1 or stack.name not in OWN or (passes_once(plan, stack) and not adds_in_another_type(plan)):
+        return 0.0
+    return of_block(division, stages)[0]
 
 
 def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[RankMemory, dict[str, float]]:
@@ -369,8 +378,8 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack, *, 
     if stack.most_gathered < live:
         unit = max((division.largest_product(block) for stage in stages for block, _ in stage.counts), default=0.0)
         live = min(live, max(stack.most_gathered, unit * (1 + plan.communication.prefetch)))
-    stays = passes_once(plan, stack) and not adds_in_another_type(plan)  # it is one of the gradients
-    gradient = unit if division.workload.trained == 1 and goes_back and not stays else 0.0  # frozen weights have none
+    in_line = plan.axes.pp > 1 and stack.name in OWN  # see `of_block`
+    gradient = unit if division.workload.trained == 1 and goes_back and not in_line else 0.0  # frozen weights have none
     if stack.keeps_gathered and (division.shards > 1 or (plan.offload.state and stack.offloads_weights)):
         courses = (each for stage in stages for each in recomputed_in(stage, plan))
         live = max(live, sum(division.dense(block) * (n - again) for block, n, again in courses))

@@ -174,12 +174,6 @@ class PipeRank(RankSizes):
             shards=shards,
         )
 
-    def shared(self, recomputed: bool) -> float:
-        """Bytes of a micro-batch that each stage makes for its blocks as the first one does, and keeps: masks."""
-        first = self.division.profile.blocks[0]
-        course = course_ahead(first.through or first, self.local)
-        return course.shared[recomputed].size(self.tokens) if course else 0.0
-
     def at_once(self, index: int, block: Block) -> bool:
         """Whether its weights get gradients when its inputs do: as it is recomputed."""
         return is_recomputed(index, self.plan) or self.repeats(block)
@@ -268,9 +262,14 @@ class PipeRank(RankSizes):
         early = self.at_once(index, block) and not (course or (work == "I" and stage.last))
         last["activations"] = -self.came(stage) * early  # the input's gradient is yet to come
         if work == "I":  # what recomputed blocks give is added up behind all of them
-            behind = [b for i, b in enumerate(stage.blocks, stage.start) if self.at_once(i, b)][1:]
-            last["gradients"] += sum(map(self.trained, behind)) * self.width
-            last["activations"] -= sum(map(self.stream, behind))
+            again = [(i, b) for i, b in enumerate(stage.blocks, stage.start) if self.at_once(i, b)]
+            last["gradients"] += sum(self.trained(b) for _, b in again[1:]) * self.width
+            last["activations"] -= sum(self.stream(b) for _, b in again[1:])
+            if again and not self.adds_later:
+                done = sum(self.kept(*each) for each in again) + (self.head() + self.logit() * wide) * stage.last
+                end = {"activations": -done, "working": AT_END * self.stream(block)}
+                end["gradients"] = sum(self.trained(b) for _, b in again) * self.width
+                found.append(("end of the first block", {**last, **end}))
         if course and (work == "B" or self.repeats(block)):
             last = self.seen(course, stage, last, working - working_in(block, self.local) * self.tokens)
         found.append(("last block", last))

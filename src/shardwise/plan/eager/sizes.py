@@ -271,6 +271,12 @@ class RankSizes:
             return course.left.size(self.tokens)
         return course.kept.size(self.tokens) if course else kept_ahead(block, self.local) * self.tokens
 
+    def shared(self, recomputed: bool) -> float:
+        """Bytes of a micro-batch that each stage makes for its blocks as the first one does, and keeps: masks."""
+        first = self.division.profile.blocks[0]
+        course = course_ahead(first.through or first, self.local)
+        return course.shared[recomputed].size(self.tokens) if course else 0.0
+
     def again(self, index: int, block: Block) -> float:
         """Bytes that a recomputed block has beside what it kept."""
         if not self.reruns(index, block):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from shardwise.plan.frozen import held_width
 from shardwise.plan.memory_terms.casting import cast_last, cast_whole
+from shardwise.plan.memory_terms.states import accumulates_whole
 from shardwise.plan.messages.data import held_sums, reduce_type, reduce_width
 from shardwise.plan.plan import Plan
 from shardwise.plan.ranks.activations import compute_width, is_gathered
@@ -299,3 +300,26 @@ def _gathered_early(division: Division, stages: tuple[Stage, ...], stack: Stack)
         return 0.0
     most = max((division.dense(block) for stage in stages for block in stage.blocks), default=0.0)
     return max(0.0, division.whole(stages) - 2 * most) * compute_width(plan)
+
+
+def reduced_last(
+    division: Division, stages: tuple[Stage, ...], kept: Mapping[str, float], gradients: float, stack: Stack
+) -> dict[str, Mapping[str, float]]:
+    """What a pipeline's rank has when a unit is reduced, behind the last micro-batch: weights, and gradients.
+
+    A unit's are copied into what is sent, and its weights have gone. What is in no block is the root's, which is the
+    first; of its gradients a block finds this rank's part. `kept`: its states but for gradients; `gradients`: bytes of
+    all of these before it.
+    """
+    plan, trained = division.plan, division.workload.trained
+    if plan.axes.pp == 1 or stack.name not in OWN or not uses_fully_shard(plan):
+        return {}
+    width, copies = reduce_width(plan) * trained, 1 if division.shards > 1 else 2
+    head = division.dense(division.profile.head) * any(stage.last for stage in stages)
+    root = division.embedding * any(stage.first for stage in stages) + head
+    block = max((division.sent_of(block) for stage in stages for block, _ in stage.counts), default=0.0)
+    whole, wide = division.whole(stages), gathered_width(division, stages)
+    first = {"gathered": (whole - root) * wide, "gradients": gradients + root * width * copies}
+    cut = root * width * (1 - 1 / division.shards) * accumulates_whole(plan, stack)
+    second = {"gathered": (whole - root - block) * wide, "gradients": gradients - cut + block * width * copies}
+    return {"backward": {**kept, **max(first, second, key=lambda each: sum(each.values()))}}

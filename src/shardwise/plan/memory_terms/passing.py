@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from operator import ge, mul, sub
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ from shardwise.plan.eager.moments import Moment, moments_of
 from shardwise.plan.eager.sizes import AT_END
 from shardwise.plan.frozen import whole_again
 from shardwise.plan.memory_terms.flights import few_rounds, peaks_in_flight, whole_backwards
-from shardwise.plan.memory_terms.holding import Inside, gathered_width
+from shardwise.plan.memory_terms.holding import Inside
 from shardwise.plan.memory_terms.states import passes_once
-from shardwise.plan.messages.data import reduce_type, reduce_width
+from shardwise.plan.messages.data import reduce_type
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import (
     Saving,
@@ -53,6 +53,8 @@ class Passing(NamedTuple):
     """Weights that a backward pass has left whole, which the next forward pass of their stage shards again."""
     logits: float = 0.0
     """At the loss."""
+    made: float = 0.0
+    """Gradients of a pipeline's block that are in no sum yet, or its weights as they were sent."""
 
 
 class _Point(NamedTuple):
@@ -84,13 +86,16 @@ def passing_of(
     how, recomputes = division.saving(stack), plan.recompute.mode != "none"
     again = max(again_in(stage, plan, how) for stage in stages) * tokens if recomputes else 0.0
     working = working_of(division, stages, stack) + whole_again(division, stages)
-    kept, firsts = ([size(stage, plan, how) * tokens for stage in stages] for size in (kept_in, _kept_first))
+    sizes = (kept_in, partial(_kept_at, 0), partial(_kept_at, -1))
+    kept, firsts, lasts = ([size(stage, plan, how) * tokens for stage in stages] for size in sizes)
     parts, width = division.parts[rank], compute_width(plan)
     new = [fresh_gradients(division, stage) * (gradients > 0) for stage in stages]
     rest = [max(0.0, part - _first_share(division, stages, turn)) for turn, part in enumerate(parts) if own]
     logits, running = logits_of(division, stack), (again + working) * recomputes
     ends = [behind_inputs(division, s) + (running or 3 * tokens * width * s.given) for s in stages]
     line, left, found, at_work = in_line(division, stages), left_whole(division, stages), [], []
+    (product, unit, flat), end = of_block(division, stages) if own else (0.0, 0.0, 0.0), left_at_end(division, stages)
+    later = adds_in_another_type(plan)
     for work, turn, alive, pending, fresh, begun, whole, come in _points(plan, rank, stages, own=own):
         here, sent, grads, gathered = sum(map(mul, alive, kept)), 0.0, gradients, 0.0
         if own:
@@ -99,15 +104,33 @@ def passing_of(
             sent = (sent + received(stages, plan, come) * width) * tokens
             grads, gathered = gradients * sum(map(mul, begun, parts)), left(whole, turn)
         here, added = _moved(here, division, stages, stack), sum(map(mul, fresh, new))
-        at_work.append(Passing(here, sent, added, grads, again, working, gathered))
+        if work == "W":  # and at its end, when what it needed is gone
+            less = here - kept[turn] - waiting_gradients(division, stages[turn]) * tokens
+            more = added + new[turn] * (not fresh[turn])
+            at_work.append(Passing(here, sent, added, grads, gathered=gathered, made=product))
+            at_work.append(Passing(max(0.0, less), sent, more, grads, gathered=gathered))
+            continue
+        made = product if work == "B" or recomputes or flat else 0.0
+        made = max(made, flat) if work == "I" and not whole[turn] else made
+        if work == "I" and plan.recompute.mode == "blocks" and not later:  # added up behind the stage's blocks
+            every = sum(map(division.whole_of, stages[turn].blocks)) * width * (product > 0)
+            made += max(0.0, every - unit)
+            at_work.append(Passing(here - kept[turn], sent, added, grads, 0.0, end, gathered, made=every))
+        at_work.append(Passing(here, sent, added, grads, again, working, gathered, made=made))
+        if (
+            later and own and (work == "B" or plan.recompute.mode == "blocks")
+        ):  # of a whole block, when what it kept is used up
+            less = here - lasts[turn]
+            at_work.append(Passing(less, sent, added, grads, 0.0, end, gathered, made=unit))
         if stages[turn].last:
             found.append(Passing(here, sent, added, grads, gathered=gathered, logits=logits))
         if work == "I":
             found.append(Passing(here + ends[turn], sent, added, grads, gathered=gathered))
         if work == "B" and own:
             here, grads = max(0.0, here - kept[turn]) + firsts[turn], grads + gradients * rest[turn] * (1 - begun[turn])
-            gathered = left([n == turn or each for n, each in enumerate(whole)], turn)
-            at_work.append(Passing(here, sent, added, grads, again, working, gathered))
+            gathered, made = left([n == turn or each for n, each in enumerate(whole)], turn), product
+            made = made if whole[turn] else max(made, flat)
+            at_work.append(Passing(here, sent, added, grads, again, working, gathered, made=made))
     return max((*at_work, *found), key=sum), max(at_work, key=sum)
 
 
@@ -127,9 +150,15 @@ def left_whole(division: Division, stages: Sequence[Stage]) -> Callable[[Sequenc
     if not (uses_fully_shard(plan) and plan.reshards):
         return lambda whole, turn: 0.0
     sizes = [[division.whole_of(block) for block in stage.blocks] for stage in stages]
-    here = max((size for each in sizes for size in each), default=0.0) * (1 + plan.communication.prefetch)
+    most = max((size for each in sizes for size in each), default=0.0) * (1 + plan.communication.prefetch)
     there, width = [sum(each) for each in sizes], compute_width(plan)
-    return lambda whole, turn: max(0.0, sum(map(mul, whole, there)) - here * whole[turn]) * width
+    counted, ahead = min(most, sum(there)), [min(most, each) for each in there]  # a stage gathers none of another's
+
+    def left(whole: Sequence[bool], turn: int) -> float:
+        here = ahead[turn] * (not whole[turn])
+        return max(0.0, sum(map(mul, whole, there)) + here - counted) * width
+
+    return left
 
 
 def _moved(kept: float, division: Division, stages: Sequence[Stage], stack: Stack) -> float:
@@ -143,9 +172,25 @@ def _moved(kept: float, division: Division, stages: Sequence[Stage], stack: Stac
     return min(kept, max((1 - stack.offloads_blocks) * kept, moving))
 
 
-def _kept_first(stage: Stage, plan: Plan, how: Saving) -> float:
-    """Bytes per token that a stage's first block keeps."""
-    return kept_bytes(stage.blocks[0], stage.start, plan, how) if stage.blocks else 0.0
+def _kept_at(place: int, stage: Stage, plan: Plan, how: Saving) -> float:
+    """Bytes per token that a stage's first block keeps, or its last one."""
+    index = stage.start - place * (len(stage.blocks) - 1)
+    return kept_bytes(stage.blocks[place], index, plan, how) if stage.blocks else 0.0
+
+
+def of_block(division: Division, stages: Sequence[Stage]) -> tuple[float, float, float]:
+    """Of a pipeline: bytes of gradients of a block's largest product, and of all of it; and of its weights as sent.
+
+    Autograd adds a gradient to those that are there as soon as it is made; where sums have another type, all of a
+    block's wait until it has gone backward. Weights that come are there as they were sent, too, until they are cut up.
+    """
+    plan, blocks = division.plan, [block for stage in stages for block, _ in stage.counts]
+    width, trains = compute_width(plan), division.workload.trained == 1  # frozen weights have none
+    product, unit = (
+        max(map(size, blocks), default=0.0) * width for size in (division.largest_product, division.whole_of)
+    )
+    sent = uses_fully_shard(plan) and plan.reshards and division.shards > 1
+    return product * trains, unit * trains, unit * sent
 
 
 def _points(plan: Plan, rank: int, stages: Sequence[Stage], *, own: bool) -> Iterator[_Point]:
@@ -176,7 +221,7 @@ def _in_parts(
     """Moments of a rank whose backward passes are in two parts, but those of which another has all that they have."""
     most: dict[tuple[str, int], list[tuple[tuple[int, ...], _Point]]] = {}
     for each in moments_of(kind, *few_rounds(*shape))[rank]:
-        if each.work not in "BI":
+        if each.work not in "BIW":
             continue
         made = _fresh(each, firsts, at_once), _begun(each, at_once, later)
         come = each.coming, each.returning
@@ -315,9 +360,14 @@ def at_end(division: Division, stages: tuple[Stage, ...], block: float, working:
     """
     if not passes_once(division.plan, stack):
         return block
+    return max(0.0, left_at_end(division, stages) - working)
+
+
+def left_at_end(division: Division, stages: Sequence[Stage]) -> float:
+    """Bytes of activations when all weights of a block have their gradients."""
     plan, widest = division.plan, max((each.width for stage in stages for each, _ in stage.counts), default=0)
     stream = widest * compute_width(plan) * division.tokens / (plan.axes.tp if plan.tensor.sequence else 1)
-    return max(0.0, AT_END * stream - working)
+    return AT_END * stream
 
 
 def adds_in_another_type(plan: Plan) -> bool:
@@ -334,23 +384,3 @@ def beside_buckets(plan: Plan, gradients: float, ahead: tuple[float, float]) -> 
     several, apart = plan.batch.micro_batches > 1, gradients * (not plan.communication.bucket_view)
     loss, backward = (gradients + each * several for each in ahead)
     return loss, max(backward, gradients + apart), gradients + apart
-
-
-def reduced_last(
-    division: Division, stages: Sequence[Stage], kept: Mapping[str, float], gradients: float, stack: Stack
-) -> dict[str, Mapping[str, float]]:
-    """What a pipeline's rank has when its first unit is reduced, behind the last micro-batch: weights, and gradients.
-
-    A unit's are copied into what is sent, and its weights have gone. `kept`: its states but for gradients; `gradients`:
-    bytes of all of these before it.
-    """
-    plan, trained = division.plan, division.workload.trained
-    if plan.axes.pp == 1 or stack.name not in OWN or not uses_fully_shard(plan):
-        return {}
-    sizes = [division.sent_of(block) for stage in stages for block, _ in stage.counts]
-    head = division.dense(division.profile.head) * any(stage.last for stage in stages)
-    unit = max(*sizes, division.embedding * any(stage.first for stage in stages) + head)
-    shards = division.shards
-    given = unit * trained * (1 / shards if shards > 1 else 2) * reduce_width(plan)
-    whole = (division.whole(stages) - unit) * gathered_width(division, tuple(stages))
-    return {"backward": {**kept, "gathered": whole, "gradients": gradients + given}}

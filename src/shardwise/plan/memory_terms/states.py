@@ -10,6 +10,7 @@ from shardwise.plan.messages.data import reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.ranks.activations import compute_width
 from shardwise.plan.ranks.division import Division
+from shardwise.plan.ranks.engines import uses_fully_shard
 from shardwise.plan.ranks.stages import Stage
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import OWN, state_bytes
@@ -41,18 +42,21 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         return {**states, "buckets": summed * (4.0 if stack.wide_buckets else width) * sent + flat}
     master = low and (stack.master or pure)
     if pure and stack.name in OWN:  # the masters' are there in the update alone
-        sums = accumulates_whole(plan, stack) or (plan.batch.micro_batches > 1 and plan.axes.dp_replicate > 1)
+        shards = uses_fully_shard(plan) and accumulates_whole(plan, stack)  # without an engine they stay in their type
+        sums = shards or (plan.batch.micro_batches > 1 and plan.axes.dp_replicate > 1)
         states = {"weights": kept * width, "master": updated * 4.0, "optimizer": updated * state}
         return {**states, "gradients": summed * (reduce_width(plan) if sums else width), "buckets": flat}
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0 * (not stack.widens_grads)
         states = {"weights": kept * width, "master": updated * 4.0, "gradients": gradients}
         return {**states, "optimizer": updated * state, "buckets": flat}
+    wide = stack.grad_bytes if low else width
+    if low and stack.name in OWN and uses_fully_shard(plan) and accumulates_whole(plan, stack):
+        wide = reduce_width(plan)  # they are added up in the type in which they are reduced
     return {
         "weights": kept * (width if master else max(width, 4.0)),
         "master": updated * 4.0 if master else 0.0,
-        "gradients": summed * (stack.grad_bytes if low else width)
-        + (whole * share * width if low and _spares(plan, stack) else 0.0),
+        "gradients": summed * wide + (whole * share * width if low and _spares(plan, stack) else 0.0),
         "optimizer": updated * state,
         "buckets": summed * 4.0 * sent + flat,
     }
