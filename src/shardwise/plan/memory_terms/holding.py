@@ -322,4 +322,4 @@ def reduced_last(
     first = {"gathered": (whole - root) * wide, "gradients": gradients + root * width * copies}
     cut = root * width * (1 - 1 / division.shards) * accumulates_whole(plan, stack)
     second = {"gathered": (whole - root - block) * wide, "gradients": gradients - cut + block * width * copies}
-    return {"backward": {**kept, **max(first, second, key=lambda each: sum(each.values()))}}
+    return {"backward": max({**kept, **first}, {**kept, **second}, key=lambda each: sum(each.values()))}

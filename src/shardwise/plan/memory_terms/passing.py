@@ -117,9 +117,7 @@ def passing_of(
             made += max(0.0, every - unit)
             at_work.append(Passing(here - kept[turn], sent, added, grads, 0.0, end, gathered, made=every))
         at_work.append(Passing(here, sent, added, grads, again, working, gathered, made=made))
-        if (
-            later and own and (work == "B" or plan.recompute.mode == "blocks")
-        ):  # of a whole block, when what it kept is used up
+        if later and own and (work == "B" or plan.recompute.mode == "blocks"):  # of a block that used up what it kept
             less = here - lasts[turn]
             at_work.append(Passing(less, sent, added, grads, 0.0, end, gathered, made=unit))
         if stages[turn].last:
@@ -154,9 +152,9 @@ def left_whole(division: Division, stages: Sequence[Stage]) -> Callable[[Sequenc
     there, width = [sum(each) for each in sizes], compute_width(plan)
     counted, ahead = min(most, sum(there)), [min(most, each) for each in there]  # a stage gathers none of another's
 
-    def left(whole: Sequence[bool], turn: int) -> float:
-        here = ahead[turn] * (not whole[turn])
-        return max(0.0, sum(map(mul, whole, there)) + here - counted) * width
+    def left(whole: Sequence[int], turn: int) -> float:
+        here = sum(map(mul, whole, there), ahead[turn] * (not whole[turn]))
+        return max(0.0, here - counted) * width
 
     return left
 
