@@ -44,10 +44,11 @@ from shardwise.parallel.layers.tensor_hooks import (
     with_local_parameters,
 )
 from shardwise.parallel.layers.transposed import split_transposed
+from shardwise.parallel.layers.whole import let_holders_read
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.sequence.mixing import refuse_batch_norms, refuse_mixing, watch_blocks
-from shardwise.parallel.ties import retie
+from shardwise.parallel.ties import follow_ties, retie
 from shardwise.plan.plan import Plan
 
 COLUMNS = ("column", "column-gather")
@@ -306,11 +307,11 @@ def _shard_part(part: Part, sites: list[_Site], job: _Job, ties: Mapping[str, st
         if any(s.style == "column" for s in sites if s.parent == parent):
             localise_heads(part.root.get_submodule(parent), job.tp_mesh.size())
     for site in sites:
-        if site.style in REPLICATED:
-            _replicate(site, job)
-        else:
+        if site.style not in REPLICATED:
             _split(site, job)
-    _follow_ties(part.root, ties, {site.name for site in sites})
+    alike = [site.name for site in sites if site.style in REPLICATED and _replicate(site, job)]
+    let_holders_read(part.root, alike, job.tp_mesh)
+    follow_ties(part.root, ties, {site.name for site in sites})
     retie(part.root, ties)
     placements: dict[str, Placement] = {}
     by_owner = {site.name: site.style for site in sites}
@@ -320,15 +321,6 @@ def _shard_part(part: Part, sites: list[_Site], job: _Job, ties: Mapping[str, st
             (shape, dtype), text = shapes[name], f"{style}: {_placement_text(parameter)} over {AXIS}"
             placements[name] = Placement(pass_name="shard_tensor", text=text, global_shape=shape, dtype=dtype)
     return placements
-
-
-def _follow_ties(root: nn.Module, ties: Mapping[str, str], named: set[str]) -> None:
-    """A tied parameter that no rule names at its first place goes where its other name was placed."""
-    modules = dict(root.named_modules(remove_duplicate=False))
-    for name, first in ties.items():
-        (path, _, key), (first_path, _, first_key) = name.rpartition("."), first.rpartition(".")
-        if first_path in modules and first_path not in named and path in named and path in modules:
-            modules[first_path].register_parameter(first_key, modules[path]._parameters[key])
 
 
 def _placement_text(parameter: DTensor) -> str:
@@ -375,8 +367,8 @@ def _torch_style(site: _Site, job: _Job) -> ParallelStyle:
             return ColwiseParallel(output_layouts=Shard(-1) if job.loss else Replicate(), use_local_output=not job.loss)
 
 
-def _replicate(site: _Site, job: _Job) -> None:
-    """Own parameters become replicated DTensors; forward sees them as plain tensors.
+def _replicate(site: _Site, job: _Job) -> bool:
+    """Own parameters become replicated DTensors; forward sees them as plain tensors. Whether gradients are the same.
 
     Where each rank works on its own tokens or heads its gradient is a summand; else all ranks have the same one.
     """
@@ -389,6 +381,7 @@ def _replicate(site: _Site, job: _Job) -> None:
         refuse_mixing(site.name, site.module)
     elif site.style != "heads":
         check_same_input(site.module, job.tp_mesh, f"'{site.style}' on {site.name}")
+    return not on_tokens and site.style != "heads"
 
 
 def _bound_sequence(part: Part, blocks: list[str], job: _Job) -> None:

@@ -194,3 +194,12 @@ def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def follow_ties(root: nn.Module, ties: Mapping[str, str], named: set[str]) -> None:
+    """A tied parameter that no rule names at its first place goes where its other name was placed."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name, first in ties.items():
+        (path, _, key), (first_path, _, first_key) = name.rpartition("."), first.rpartition(".")
+        if first_path in modules and first_path not in named and path in named and path in modules:
+            modules[first_path].register_parameter(first_key, modules[path]._parameters[key])

@@ -328,10 +328,13 @@ def check_same_input(module: nn.Module, tp_mesh: DeviceMesh, rule: str) -> None:
     """
     pending = [True]
 
-    def check(_: nn.Module, args: tuple[Any, ...]) -> None:
-        tensor = args[0] if args else None
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # fake and compiled tensors have no values to compare
-        if not pending or torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or tensor.is_meta:
+        if not pending or torch.compiler.is_compiling():
+            return
+        first = First.of(module, args, kwargs)
+        tensor = first.tensor if first else None
+        if type(tensor) is not torch.Tensor or tensor.is_meta:
             return
         pending.clear()
         with torch.no_grad():
@@ -347,7 +350,7 @@ def check_same_input(module: nn.Module, tp_mesh: DeviceMesh, rule: str) -> None:
                 "split queries or keys, or 'column-gather' for the layers that feed it"
             )
 
-    module.register_forward_pre_hook(check)
+    module.register_forward_pre_hook(check, with_kwargs=True)
 
 
 @dataclass(frozen=True)

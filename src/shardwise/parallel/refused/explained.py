@@ -37,8 +37,9 @@ _MEANINGS = {
         row="module.weight-elsewhere",
         text="a weight that tp places is used outside of the forward of the module that holds it: in a forward hook "
         "(the old torch.nn.utils.weight_norm and spectral_norm, prune), or in the code of another module "
-        "(nn.MultiheadAttention, F.linear(x, embed.weight)); needed: torch.nn.utils.parametrizations and the rule "
-        "'replicate', a call of the module that holds the weight, or a plan without tp",
+        "(nn.MultiheadAttention, F.linear(x, embed.weight)); needed: the rule "
+        "'replicate' for all that the module whose code reads it holds, torch.nn.utils.parametrizations, a call of the "
+        "module that holds the weight, or a plan without tp",
     ),
     "are out of bounds for storage of size 0": _Meaning(
         row="module.writes-input",

@@ -50,7 +50,7 @@ MODULES: Mapping[str, str] = {
     "was nobody has a copy.",
     "module.transformed": "tp, recompute: transforms of `torch.func` (grad, jvp, vmap) in or around a block.",
     "module.weight-elsewhere": "tp: a weight that is used outside of the forward of the module that holds it (the old "
-    "`weight_norm`, `spectral_norm` and `prune`; the code of another module).",
+    "`weight_norm`, `spectral_norm` and `prune`; the code of another module), where a layer beside it is split.",
     "module.tp-divides": "tp: a dim, or a number of heads, that the degree does not divide.",
     "module.rule-kind": "tp: a rule on a module of another kind than the rule is for.",
     "module.mixed-rules": "tp: split and whole outputs side by side in one module; split heads would meet wrong ones.",
