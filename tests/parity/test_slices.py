@@ -185,6 +185,32 @@ class RecomputingFused(Fused):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+SEEN: list[Any] = []
+
+
+def look_at(module: nn.Module) -> None:
+    """Keep what goes into it, and what comes out of each layer."""
+    module.register_forward_pre_hook(lambda _module, args: SEEN.extend(args))
+    for layer in module.children():
+        layer.register_forward_hook(lambda _module, _args, output: SEEN.append(output))
+
+
+class HookedFused(Fused):
+    """Looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        look_at(self)
+
+
+class HookedLook(Look):
+    """Looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        look_at(self)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], int, str]] = {
     "counting": (Counting, QKV, 2, "what o takes is no slice"),
     "sloped": (Sloped, QKV, 2, "what o takes is no slice"),
@@ -193,10 +219,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], int, str]] = {
     "scaled, not summed": (Scaled, {**QKV, "": "replicate"}, 2, "on a rank another gradient of scale"),
     "fused": (Fused, MLP, 2, "what down takes is no slice"),
     "fused, recomputed": (RecomputingFused, MLP, 2, "what down takes is no slice"),
+    "fused, hooked": (HookedFused, MLP, 2, "what down takes is no slice"),
     "normed": (Normed, MLP, 2, "what down takes is no slice"),
 }
 TRAINED: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "plain": (Look, QKV),
+    "plain, hooked": (HookedLook, QKV),
     "scaled": (Scaled, {**QKV, "": "heads"}),
     "one by one": (OneByOne, QKV),
     "steered": (Steering, {**{f"look.{name}": style for name, style in QKV.items()}, "look": "replicate"}),

@@ -36,6 +36,13 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+def drop_hooks(root: nn.Module) -> None:
+    """Forget what is called before and after the forward of its modules: `_forward_hooks`, `_forward_pre_hooks`."""
+    for module in root.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+
+
 def global_hooks() -> list[Callable[..., Any]]:
     """Those before and after the forward of every module: `_global_forward_hooks`, `_global_forward_pre_hooks`."""
     return [*modules._global_forward_hooks.values(), *modules._global_forward_pre_hooks.values()]

@@ -25,7 +25,7 @@ from shardwise.model.nested import leaves
 from shardwise.model.rules import generalise
 from shardwise.parallel.declared import is_transposed, localise_heads
 from shardwise.parallel.layers.tensor_hooks import First, wrap_forward
-from shardwise.parallel.module_torch_private import hooks_of
+from shardwise.parallel.module_torch_private import drop_hooks
 from shardwise.parallel.placed import Part, Placed
 from shardwise.parallel.randomness.generators import restore, states
 from shardwise.parallel.stages.stage import StageDone
@@ -50,8 +50,9 @@ class _RecomputesError(Exception):
 def watch_slices(placed: Placed) -> None:
     """Refuse such code at the first forward of training; nothing is looked at after it.
 
-    What cannot be called apart (it draws, holds experts or hooks, meets other ranks, takes objects) is not
-    judged; what recomputes its split layers is judged by its forward pass alone.
+    What cannot be called apart (it draws, holds experts, meets other ranks, takes objects) is not judged; what
+    recomputes its split layers is judged by its forward pass alone. Hooks of a script's own are left out: they may
+    keep what they see.
 
     Cost: a few forward and backward passes of one module of each kind, with one row; nothing is communicated.
     """
@@ -82,8 +83,7 @@ def _can_be_called(whole: nn.Module, styles: Mapping[str, str]) -> bool:
     split = [whole.get_submodule(name) for name, style in styles.items() if style in ("column", "row")]
     plain = all(type(m).forward is nn.Linear.forward or is_transposed(m) for m in split)
     known = plain and "experts" not in styles.values()
-    hooked = any(hooks_of(module) for module in whole.modules())
-    return known and not hooked and sum(p.numel() for p in whole.parameters()) <= LARGEST
+    return known and sum(p.numel() for p in whole.parameters()) <= LARGEST
 
 
 def _watch(root: nn.Module, looks: list[_Look]) -> None:
@@ -243,6 +243,7 @@ class _Twins:
     def call(self, whole: _Record | None, rank: int) -> _Record:
         """Forward and backward; `whole`: what `rank` is compared with."""
         twin, record = deepcopy(self.look.whole).eval(), _Record()
+        drop_hooks(twin)
         for name, style in self.split.items():
             layer = twin.get_submodule(name)
             run = self.column if style == "column" else self.row
