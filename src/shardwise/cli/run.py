@@ -141,7 +141,7 @@ def check_crowd(nproc: int, *, said: bool) -> None:
     if nproc > THRONG * cores and not said:
         raise UsageError(
             f"{nproc} processes are to be started here: found {cores} cores, needed one for at most {THRONG} of them; "
-            "give a plan for this machine, start it where that of this one is (srun, torchrun), look at it with "
+            "give a plan for this machine, start this one on those that it is for (srun, torchrun), look at it with "
             f"--dry-run, or say --nproc {nproc} too if it is meant: they take turns"
         )
     if nproc > CROWD * cores:
