@@ -69,8 +69,8 @@ PLACEHOLDS = 2025.4
 FUSED_CORE = 2024.25
 """Until when Megatron-Core's loss is operations one after the other (its `cross_entropy_loss_fusion` came with 0.6)."""
 FUSED_GATE = 2024.1
-"""Until when a gated activation is two kernels of PyTorch (Megatron-Core's `fused_bias_swiglu.py` came with 0.5,
-PaddlePaddle's `swiglu` with 3.0 beta)."""
+"""Until when a gated activation is two kernels of PyTorch (Megatron-Core's `fused_bias_swiglu.py`, PaddlePaddle's
+`swiglu`). The year is about: of neither was the note of its release at hand."""
 WEIGHED = 2025.5
 """Year from which Megatron-Core's experts weigh their inner layer."""
 FLEXIBLE = 2025.7
