@@ -111,7 +111,8 @@ def passing_of(
             at_work.append(Passing(max(0.0, less), sent, more, grads, gathered=gathered))
             continue
         made = product if work == "B" or recomputes or flat else 0.0
-        made = max(made, flat) if work == "I" and not whole[turn] else made
+        if work == "I" and not whole[turn]:  # weights come before what is computed of them
+            at_work.append(Passing(here, sent, added, grads, gathered=gathered, made=flat))
         if work == "I" and plan.recompute.mode == "blocks" and not later:  # added up behind the stage's blocks
             every = sum(map(division.whole_of, stages[turn].blocks)) * width * (product > 0)
             made += max(0.0, every - unit)
@@ -126,9 +127,9 @@ def passing_of(
             found.append(Passing(here + ends[turn], sent, added, grads, gathered=gathered))
         if work == "B" and own:
             here, grads = max(0.0, here - kept[turn]) + firsts[turn], grads + gradients * rest[turn] * (1 - begun[turn])
-            gathered, made = left([n == turn or each for n, each in enumerate(whole)], turn), product
-            made = made if whole[turn] else max(made, flat)
-            at_work.append(Passing(here, sent, added, grads, again, working, gathered, made=made))
+            gathered = left([n == turn or each for n, each in enumerate(whole)], turn)
+            at_work.append(Passing(here, sent, added, grads, again, working, gathered, made=product))
+            at_work.append(Passing(here, sent, added, grads, gathered=gathered, made=flat * (not whole[turn])))
     return max((*at_work, *found), key=sum), max(at_work, key=sum)
 
 
